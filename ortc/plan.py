@@ -1,0 +1,162 @@
+"""The plan: ``plan.json``, the one file that describes everything in an output folder.
+
+The compiler writes it, the runtime reads it, and nothing else passes between the two. Every graph's inputs and
+outputs are listed with a role, so the runtime never guesses from names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from ortc.errors import PlanError
+from ortc.recipe import Recipe, describe_location
+
+PLAN_VERSION = 1
+
+Role = Literal[
+    "data",  # fed by the user, from the batch
+    "label",  # fed by the user, read by the loss
+    "parameter",  # a weight, trained or frozen; `of` is its name in the model
+    "buffer",  # a value that training updates without a gradient (running statistics); `of` is its name
+    "state",  # an optimizer's state; `of` is the parameter, `slot` says which
+    "gradient",  # of a parameter or of a data input; `of` is its name in the model
+    "scalar",  # fed by the runtime; `of` is one of seed, step, micro_batch, lr
+    "loss",  # the total loss, a scalar
+    "output",  # an output of the user's model; `of` is its name there
+]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Port(_Table):
+    """One input or output of a graph."""
+
+    name: str = Field(description="the tensor's name in the graph")
+    role: Role
+    dtype: str = Field(description="numpy's name of the element type, e.g. float32 (bfloat16 as such)")
+    shape: list[int | str | None] = Field(description="a string is a symbolic dimension, null an unknown one")
+    of: str | None = Field(None, description="what the port belongs to, see Role")
+    slot: str | None = Field(None, description="which state of the parameter, e.g. exp_avg")
+
+
+class GraphFile(_Table):
+    """One ONNX file: a phase, or the template of the export."""
+
+    file: str = Field(description="path relative to the plan, with forward slashes")
+    sha256: str
+    inputs: list[Port]
+    outputs: list[Port]
+
+    @field_validator("file")
+    @classmethod
+    def _stays_inside(cls, value: str) -> str:
+        parts = value.replace("\\", "/").split("/")
+        if ".." in parts or value.startswith(("/", "\\")) or ":" in parts[0]:
+            raise ValueError("the path must stay inside the folder")
+        return value
+
+
+class ParameterInfo(_Table):
+    """A parameter or buffer of the model, under its own name there."""
+
+    name: str
+    role: Literal["parameter", "buffer"]
+    dtype: str
+    shape: list[int]
+    trainable: bool
+    reason: str = Field(description="why it trains, or why not")
+    group: int | None = Field(None, description="index into recipe.groups, if one matched")
+
+
+class Stage(_Table):
+    """What one pipeline rank holds."""
+
+    index: int
+    parameters: list[str] = Field(description="names of the parameters and buffers that this stage holds")
+    phases: dict[str, GraphFile] = Field(description="train, eval, optimizer")
+
+
+class LossInfo(_Table):
+    """One term of the loss as compiled, with what the runtime needs to check a batch."""
+
+    name: str
+    output: str
+    labels: str | None = Field(description="the target's graph input; null for `none`")
+    weight: float
+    classes: int | None = Field(None, description="number of classes; integer targets must lie in [0, classes)")
+    ignore_index: int | None = Field(None, description="a target value that is skipped")
+    chosen: str = Field(description="why this loss: the recipe, or what was recognised")
+
+
+class Plan(_Table):
+    """Everything in the output folder."""
+
+    version: Literal[1] = PLAN_VERSION
+    ortc_version: str
+    model: str = Field(description="file name of the user's model")
+    fingerprint: str = Field(description="sha256 over the parameters' names, shapes and dtypes; checkpoints carry it")
+    recipe: Recipe
+    target: str
+    opset: int
+    parameters: list[ParameterInfo]
+    losses: list[LossInfo]
+    stages: list[Stage]
+    export: GraphFile = Field(description="the inference model without its parameters; `ortc export` adds them")
+    criterion: GraphFile = Field(description="the loss alone: from the model's outputs and the labels")
+    checkpoint: str = Field("checkpoint", description="folder of the checkpoints, step-0 is the initial one")
+    warnings: list[str] = Field(default_factory=list)
+
+    def trainable(self) -> list[ParameterInfo]:
+        """The parameters that train, in the model's order."""
+        return [p for p in self.parameters if p.trainable]
+
+
+def fingerprint(parameters: list[ParameterInfo]) -> str:
+    """Identify a model by its parameters: two plans with the same fingerprint can share checkpoints."""
+    rows = sorted([p.name, p.dtype, p.shape] for p in parameters)
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def load_plan(folder: str | Path) -> Plan:
+    """Read and validate ``plan.json`` of an output folder.
+
+    Raises:
+        PlanError: if the folder is not one of ortc's, or a field is wrong.
+    """
+    path = Path(folder) / "plan.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise PlanError(f"{folder} has no plan.json: is it an output folder of `ortc compile`?") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"cannot read {path}: {error}") from None
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"{path} is not valid JSON ({error}); compile the model again") from None
+    if isinstance(data, dict) and data.get("version") != PLAN_VERSION:
+        raise PlanError(
+            f"{path} has plan version {data.get('version')!r}, this ortc reads {PLAN_VERSION}; compile the model again"
+        )
+    try:
+        return Plan.model_validate(data)
+    except ValidationError as error:
+        lines = [f"{path}: {describe_location(e['loc'])}: {e['msg']}" for e in error.errors()]
+        raise PlanError("\n".join(lines)) from None
+
+
+def dump_plan(plan: Plan) -> str:
+    """The plan as JSON text: sorted nowhere, indented, stable."""
+    return json.dumps(plan.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
+
+
+def plan_schema() -> str:
+    """The JSON schema of ``plan.json``, as published in ``docs/plan.schema.json``."""
+    return json.dumps(Plan.model_json_schema(), indent=1, ensure_ascii=False) + "\n"

@@ -1,0 +1,131 @@
+"""The recipe: what the user asks for.
+
+One pydantic model is the source of the TOML file, of the command line's flags and of the documentation.
+Options of a loss or an optimizer are not listed here: they are the keyword parameters of its declaration in
+``passes/``, and are validated against it when the recipe is compiled.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ortc.errors import RecipeError
+
+RECIPE_VERSION = 1
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LossTerm(_Table):
+    """One term of the loss; the total is the weighted sum of all terms."""
+
+    name: str = Field(description="a declared loss (cross_entropy, mse, …), `none`, or a file: MODEL.onnx or PY:FUNCTION")
+    output: str | None = Field(None, description="the model output that the loss reads; default: the first that fits")
+    labels: str | None = Field(None, description="name of the target input; default: `labels`")
+    weight: float = Field(1.0, description="factor of this term in the total")
+    options: dict[str, Any] = Field(default_factory=dict, description="the loss's own options, e.g. ignore_index")
+
+
+class Group(_Table):
+    """Parameters with their own learning rate or weight decay. The first group that matches wins."""
+
+    match: list[str] = Field(description="globs over parameter names")
+    lr_scale: float = Field(1.0, ge=0, description="factor on the learning rate")
+    weight_decay: float | None = Field(None, ge=0, description="replaces the optimizer's weight decay")
+
+
+class Optimizer(_Table):
+    """The optimizer and its options."""
+
+    name: str = Field("adamw", description="a declared optimizer: adamw, adam, sgd, lamb")
+    options: dict[str, Any] = Field(default_factory=dict, description="the optimizer's own options, e.g. beta1")
+    decay_all: bool = Field(False, description="also decay biases and norms (parameters with fewer than two dimensions)")
+
+
+class LearningRate(_Table):
+    """The learning rate over the steps of a run."""
+
+    base: float = Field(1e-3, ge=0, description="learning rate after the warm-up")
+    schedule: Literal["constant", "linear", "cosine", "polynomial"] = "constant"
+    warmup: int = Field(0, ge=0, description="steps of linear warm-up from 0")
+    final: float = Field(0.0, ge=0, description="learning rate at the last step (not for constant)")
+    power: float = Field(1.0, gt=0, description="exponent of the polynomial schedule")
+
+
+class Parameters(_Table):
+    """Which weights train."""
+
+    train: list[str] = Field(default_factory=list, description="globs; empty: every weight that can train")
+    freeze: list[str] = Field(default_factory=list, description="globs; wins over `train`")
+
+
+class Recipe(_Table):
+    """Everything a compilation is told, with its defaults."""
+
+    version: Literal[1] = RECIPE_VERSION
+    target: str = Field("ort-training", description="the runtime that the artifacts are for")
+    loss: list[LossTerm] = Field(default_factory=list, description="empty: chosen from the model's outputs")
+    parameters: Parameters = Field(default_factory=Parameters)
+    wrt: list[str] = Field(default_factory=list, description="data inputs whose gradients are wanted too")
+    batch_norm: Literal["batch", "frozen"] = Field(
+        "batch", description="BatchNormalization in training: batch statistics, or the stored ones"
+    )
+    optimizer: Optimizer = Field(default_factory=Optimizer)
+    groups: list[Group] = Field(default_factory=list)
+    learning_rate: LearningRate = Field(default_factory=LearningRate)
+    seed: int = Field(0, ge=0, lt=2**31, description="seed of dropout, and of the data order in a run")
+
+
+def parse_recipe(data: dict[str, Any], source: str = "recipe") -> Recipe:
+    """Validate plain data as a recipe.
+
+    Raises:
+        RecipeError: naming each field that is wrong.
+    """
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        lines = [f"{source}: {describe_location(e['loc'])}: {e['msg']}" for e in error.errors()]
+        raise RecipeError("\n".join(lines)) from None
+
+
+def describe_location(location: tuple[int | str, ...]) -> str:
+    """``("loss", 0, "weight")`` as ``loss[0].weight``."""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else (f".{part}" if text else part)
+    return text or "top level"
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """Read a TOML recipe file.
+
+    Raises:
+        RecipeError: if the file is missing, is not TOML, or a field is wrong.
+    """
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10
+        import tomli as tomllib  # type: ignore[no-redef,import-not-found,unused-ignore]
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot read the recipe {path}: {error}") from None
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{path} is not valid TOML: {error}") from None
+    return parse_recipe(data, str(path))
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe as TOML text that :func:`load_recipe` reads back equal."""
+    import tomli_w
+
+    return tomli_w.dumps(recipe.model_dump(exclude_none=True))
