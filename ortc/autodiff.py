@@ -1,0 +1,199 @@
+"""Reverse mode over the declared rules.
+
+The sweep visits the forward nodes from the loss backwards. Each rule is given the gradients that arrived for its node's
+outputs; what it returns is summed to the input's shape and added to what other uses of that input gave. Only nodes on a
+path from a wanted value to the loss are visited, so a frozen weight costs no backward work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from ortc.errors import ModelError
+from ortc.graph.builder import Builder, UnknownRank
+from ortc.graph.names import all_graphs
+from ortc.graph.shapes import is_float
+from ortc.rules import GRADIENTS, NO_GRADIENT, Unsupported, node_key
+
+
+def captured(node: ir.Node) -> list[ir.Value]:
+    """Values of the surrounding graph that the node's nested bodies read."""
+    found: dict[ir.Value, None] = {}
+    for attribute in node.attributes.values():
+        bodies = [attribute.value] if attribute.type == ir.AttributeType.GRAPH else []
+        bodies += list(attribute.value) if attribute.type == ir.AttributeType.GRAPHS else []
+        for body in bodies:
+            inside = {v for g in all_graphs(body) for v in _defined(g)}
+            for graph in all_graphs(body):
+                used = [v for n in graph for v in n.inputs if v is not None] + list(graph.outputs)
+                found.update(dict.fromkeys(v for v in used if v not in inside))
+    return list(found)
+
+
+def _defined(graph: ir.Graph) -> Iterable[ir.Value]:
+    yield from graph.inputs
+    yield from graph.initializers.values()
+    for node in graph:
+        yield from node.outputs
+
+
+def differentiable_inputs(node: ir.Node) -> list[ir.Value]:
+    """The inputs of a node through which a gradient flows, or would if there were a rule for it."""
+    key = node_key(node)
+    if key in NO_GRADIENT:
+        return []
+    rule = GRADIENTS.get(key)
+    if rule is None:
+        return [v for v in [*node.inputs, *captured(node)] if v is not None and is_float(v)]
+    return [v for i, v in enumerate(node.inputs) if v is not None and is_float(v) and rule.differentiable(i)]
+
+
+def reached(graph: ir.Graph, ends: Iterable[ir.Value]) -> dict[ir.Value, ir.Node | None]:
+    """Every value that a gradient starting at ``ends`` reaches, with the node that it came through (None at an end)."""
+    via: dict[ir.Value, ir.Node | None] = dict.fromkeys(ends)
+    for node in reversed(graph):
+        if any(v in via for v in node.outputs):
+            for value in differentiable_inputs(node):
+                via.setdefault(value, node)
+    return via
+
+
+@dataclass(frozen=True)
+class _Trouble:
+    node: ir.Node
+    reason: str
+
+
+def build_gradients(graph: ir.Graph, op: Builder, loss: ir.Value, wrt: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
+    """Append the backward of ``loss`` to the graph.
+
+    Args:
+        graph: a topologically sorted graph with types and shapes on its values.
+        op: a builder on that graph.
+        loss: a float scalar.
+        wrt: the values whose gradients are wanted.
+
+    Returns:
+        For each value of ``wrt`` that the loss depends on, its gradient: the same type and shape, named
+        ``<value>.grad``, a distinct value each.
+
+    Raises:
+        ModelError: listing every node on the way that has no rule, with its path.
+    """
+    forward = list(graph)
+    active = _depending_on(forward, wrt)
+    via = reached(graph, [loss])
+    path = [
+        n for n in forward if any(v in via for v in n.outputs) and any(v in active for v in differentiable_inputs(n))
+    ]
+    missing = [_Trouble(n, "no gradient rule") for n in path if node_key(n) not in GRADIENTS]
+    if missing:
+        raise ModelError(_explain(missing, via, active, op.opset))
+
+    troubles: list[_Trouble] = []
+    gradients: dict[ir.Value, ir.Value] = {}
+    with op.scope(f"{loss.name}.grad", origin=loss.name or "", **{"pass": "gradients"}):
+        gradients[loss] = op.expand_like(op.const(1, like=loss), loss)
+    complete: set[ir.Value] = set()
+    for node in reversed(path):
+        arrived = {v: _complete(op, v, gradients, complete) for v in node.outputs if v in gradients}
+        if not arrived:
+            continue
+        with op.scope(f"{node.name}.grad", origin=node.name or "", rule=node.op_type, **{"pass": "gradients"}):
+            try:
+                found = GRADIENTS[node_key(node)](op, node, arrived)
+            except Unsupported as error:
+                troubles.append(_Trouble(node, str(error)))
+                continue
+            except UnknownRank as error:
+                troubles.append(_Trouble(node, f"the rank of {error} is unknown; add shape information to the model"))
+                continue
+            for value, gradient in zip(node.inputs, found, strict=True):
+                if value is None or gradient is None or value not in active:
+                    continue
+                gradient = op.sum_to(gradient, value)
+                gradients[value] = op.Add(gradients[value], gradient, _like=value) if value in gradients else gradient
+    if troubles:
+        raise ModelError(_explain(troubles, via, active, op.opset))
+    return _distinct(op, {v: _complete(op, v, gradients, complete) for v in wrt if v in gradients})
+
+
+def _depending_on(forward: Sequence[ir.Node], wrt: Iterable[ir.Value]) -> dict[ir.Value, ir.Node | None]:
+    """Float values that depend on one of ``wrt``, with the node that made them (None for ``wrt`` themselves)."""
+    active: dict[ir.Value, ir.Node | None] = dict.fromkeys(wrt)
+    for node in forward:
+        if any(v in active for v in differentiable_inputs(node)):
+            active.update((v, node) for v in node.outputs if is_float(v))
+    return active
+
+
+def _complete(op: Builder, value: ir.Value, gradients: dict[ir.Value, ir.Value], complete: set[ir.Value]) -> ir.Value:
+    """Nothing will be added to the value's gradient any more: give it its name."""
+    gradient = gradients[value]
+    if gradient not in complete and gradient.producer() is not None:
+        gradient.name = op.names.fresh(f"{value.name}.grad")
+        complete.add(gradient)
+    return gradient
+
+
+def _distinct(op: Builder, gradients: dict[ir.Value, ir.Value]) -> dict[ir.Value, ir.Value]:
+    """One value per gradient: where a rule handed the same one to two inputs, the second gets a copy of its own."""
+    taken: set[ir.Value] = set()
+    for value, gradient in gradients.items():
+        if gradient in taken or gradient.producer() is None:
+            with op.scope(f"{value.name}.grad", origin=value.name or "", **{"pass": "gradients"}):
+                gradient = op.Identity(gradient, _like=value)
+                gradient.name = op.names.fresh(f"{value.name}.grad")
+            gradients[value] = gradient
+        taken.add(gradient)
+    return gradients
+
+
+def _explain(
+    troubles: Sequence[_Trouble],
+    via: dict[ir.Value, ir.Node | None],
+    active: dict[ir.Value, ir.Node | None],
+    opset: int,
+) -> str:
+    lines = [f"{len(troubles)} node(s) on the way from the loss to a parameter cannot be differentiated:"]
+    for trouble in troubles:
+        node = trouble.node
+        operator = f"{node.domain}::{node.op_type}" if node.domain else f"{node.op_type} (opset {opset})"
+        lines.append(f"- node {node.name!r}, operator {operator}: {trouble.reason}")
+        up = _walk_up(node, via)
+        down, parameter = _walk_down(node, active)
+        lines.append(f"  path: loss <- {' <- '.join([*up, node.name or '?', *down, parameter])}")
+        lines.append(f"  parameter that needs it: {parameter}")
+    lines.append(
+        "What to do: freeze what needs these nodes (--freeze 'GLOB'), or add a rule: a function decorated with "
+        '@gradient("OPERATOR") in passes/gradients/ (ARCHITECTURE.md shows how).'
+    )
+    return "\n".join(lines)
+
+
+def _walk_up(node: ir.Node, via: dict[ir.Value, ir.Node | None]) -> list[str]:
+    """Names of the nodes between the loss and ``node``, the loss's side first."""
+    names: list[str] = []
+    current: ir.Node | None = node
+    while current is not None:
+        current = next((via[v] for v in current.outputs if v in via), None)
+        if current is not None:
+            names.append(current.name or "?")
+    return _shorten(names[::-1])
+
+
+def _walk_down(node: ir.Node, active: dict[ir.Value, ir.Node | None]) -> tuple[list[str], str]:
+    """Names of the nodes from ``node`` down to a parameter, and the parameter's name."""
+    names: list[str] = []
+    value = next(v for v in differentiable_inputs(node) if v in active)
+    while (producer := active[value]) is not None:
+        names.append(producer.name or "?")
+        value = next(v for v in differentiable_inputs(producer) if v in active)
+    return _shorten(names), value.name or "?"
+
+
+def _shorten(names: list[str]) -> list[str]:
+    return names if len(names) <= 6 else [*names[:3], "…", *names[-2:]]

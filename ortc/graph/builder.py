@@ -1,0 +1,300 @@
+"""The ``op`` object: how rules, losses and optimizers write nodes.
+
+``op.Tanh(x)`` appends a node and returns its output (a tuple with ``_outputs=2``). Inputs are values, or plain Python
+data: a number takes the element type of the operand that the operator's schema pairs it with, a list of integers
+becomes an int64 vector, an array stays what it is, None leaves an optional input out. Attributes are keywords.
+``a + b``, ``2 * a``, ``-a``, ``a / b`` work while the builder is entered as a context.
+
+Every node gets a readable unique name, its origin as metadata, and every output its type and shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from ortc.graph.names import Names, taken_names
+from ortc.graph.shapes import Dims, NodeInference, constant, dims, is_float, rank, static
+
+Operand = ir.Value | float | int | bool | Sequence[int] | np.ndarray | None
+
+
+class Builder:
+    """Appends nodes to one graph. The public methods in lower case are the vocabulary that rules share."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self.graph = graph
+        self.opset = graph.opset_imports[""]
+        self.names = Names(taken_names(graph))
+        self._inference = NodeInference(self.opset)
+        self._constants: dict[Any, ir.Value] = {}
+        self._shapes: dict[ir.Value, ir.Value] = {}
+        self._prefix = ""
+        self._metadata: dict[str, str] = {}
+
+    # ---- where nodes go and what they are called -------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def scope(self, prefix: str, **metadata: str) -> Iterator[None]:
+        """New nodes are called ``prefix/OpType`` and carry the metadata as ``ortc.<key>``; arithmetic works."""
+        before = self._prefix, self._metadata
+        self._prefix = prefix
+        self._metadata = {f"ortc.{key}": text for key, text in metadata.items()}
+        handler = ir.set_value_magic_handler(self)  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            ir.set_value_magic_handler(handler)
+            self._prefix, self._metadata = before
+
+    def __getattr__(self, op_type: str) -> Any:
+        if not op_type[:1].isupper():
+            raise AttributeError(op_type)
+        return partial(self.node, op_type)
+
+    def node(
+        self,
+        op_type: str,
+        *inputs: Operand,
+        _domain: str = "",
+        _outputs: int = 1,
+        _like: ir.Value | None = None,
+        **attributes: Any,
+    ) -> Any:
+        """Append one node.
+
+        Args:
+            op_type: the operator.
+            inputs: operands, see the module's text.
+            _domain: the operator's domain; "" is the ONNX standard.
+            _outputs: how many outputs to make; a single one is returned bare, several as a tuple.
+            _like: the first output has this value's type and shape (where inference cannot know).
+            attributes: the operator's attributes; None leaves one out.
+        """
+        values = self._operands(op_type, _domain, inputs)
+        name = self.names.fresh(f"{self._prefix}/{op_type}" if self._prefix else op_type)
+        outputs = [ir.Value(name=name if i == 0 else self.names.fresh(f"{name}.{i}")) for i in range(_outputs)]
+        node = ir.Node(
+            _domain,
+            op_type,
+            values,
+            [_attribute(key, value) for key, value in attributes.items() if value is not None],
+            outputs=outputs,
+            name=name,
+            metadata_props=dict(self._metadata),
+        )
+        self.graph.append(node)
+        if _domain:
+            self.graph.opset_imports.setdefault(_domain, 1)
+        if _like is not None:
+            outputs[0].dtype, outputs[0].shape = _like.dtype, _like.shape
+        self._inference.stamp(node)
+        return outputs[0] if _outputs == 1 else tuple(outputs)
+
+    def _operands(self, op_type: str, domain: str, inputs: Sequence[Operand]) -> list[ir.Value | None]:
+        kinds = _type_variables(op_type, domain, self.opset)
+        variadic = kinds[-1:] if kinds else [""]
+        kinds_of = [kinds[i] if i < len(kinds) else variadic[0] for i in range(len(inputs))]
+        values: list[ir.Value | None] = []
+        for operand, kind in zip(inputs, kinds_of, strict=True):
+            if operand is None or isinstance(operand, ir.Value):
+                values.append(operand)
+            elif isinstance(operand, bool | int | float | np.generic):
+                paired = (v for v, k in zip(inputs, kinds_of, strict=True) if isinstance(v, ir.Value) and k == kind)
+                like = next(paired, None)
+                values.append(self.const(operand, like=like))
+            elif isinstance(operand, np.ndarray):
+                values.append(self.const(operand))
+            else:
+                values.append(self.const(np.asarray(operand, dtype=np.int64)))
+        while values and values[-1] is None:
+            values.pop()
+        return values
+
+    # ---- vocabulary ------------------------------------------------------------------------------------------
+
+    def infer(self, node: ir.Node) -> None:
+        """Stamp type and shape on outputs of ``node`` that have none."""
+        self._inference.stamp(node)
+
+    def const(self, data: Any, like: ir.Value | None = None) -> ir.Value:
+        """A constant, made once per distinct content.
+
+        Args:
+            data: a number or an array.
+            like: take this value's element type; else an array's own, int64 for an int, bool for a bool.
+        """
+        array = np.asarray(data)
+        if like is not None and like.dtype is not None:
+            array = array.astype(like.dtype.numpy())
+        elif array.dtype == np.float64 and not isinstance(data, np.ndarray | np.generic):
+            raise TypeError(f"the float constant {data} needs an operand that gives its type")
+        key = (array.dtype.str, array.shape, array.tobytes())
+        if key not in self._constants:
+            text = str(array.tolist()).replace(" ", "") if array.size <= 8 else f"{array.dtype}{list(array.shape)}"
+            name = self.names.fresh(f"const/{text}")
+            value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
+            value.shape, value.dtype = ir.Shape(array.shape), value.const_value.dtype  # type: ignore[union-attr]
+            self.graph.register_initializer(value)
+            self._constants[key] = value
+        return self._constants[key]
+
+    def dims(self, x: ir.Value) -> Dims:
+        """The dimensions of ``x`` (numbers, names, None for unknown). The rank must be known."""
+        known = dims(x)
+        if known is None:
+            raise UnknownRank(x.name or "?")
+        return known
+
+    def rank(self, x: ir.Value) -> int:
+        """The number of dimensions of ``x``; it must be known."""
+        return len(self.dims(x))
+
+    def axes(self, x: ir.Value, axes: Any = None) -> list[int]:
+        """Axes of ``x`` as non-negative numbers, in order; None means all of them."""
+        r = self.rank(x)
+        wanted = range(r) if axes is None else np.atleast_1d(axes)
+        return [int(a) % r for a in wanted]
+
+    def constant(self, x: ir.Value | None) -> np.ndarray | None:
+        """The array of a small constant, or None if ``x`` is known only when the graph runs."""
+        return constant(x)
+
+    def shape(self, x: ir.Value) -> ir.Value:
+        """The shape of ``x`` as an int64 vector: a constant where it is known, else one shared Shape node."""
+        known = static(x)
+        if known is not None:
+            return self.const(np.asarray(known, dtype=np.int64))
+        if x not in self._shapes:
+            self._shapes[x] = self.Shape(x)
+        return self._shapes[x]
+
+    def size(self, x: ir.Value, axes: Sequence[int] | None = None, like: ir.Value | None = None) -> ir.Value | float:
+        """The number of elements of ``x`` along ``axes``: a Python float if known, else a scalar of ``like``'s type."""
+        along = self.axes(x, axes)
+        known = [self.dims(x)[a] for a in along]
+        if all(isinstance(d, int) for d in known):
+            return float(np.prod(known))  # type: ignore[arg-type]
+        count = self.ReduceProd(self.Gather(self.shape(x), along), keepdims=0)
+        return self.cast(count, x if like is None else like)
+
+    def cast(self, x: ir.Value, like: ir.Value) -> ir.Value:
+        """``x`` with the element type of ``like``."""
+        return x if x.dtype == like.dtype else self.Cast(x, to=int(like.dtype or 1))
+
+    def reshape_like(self, x: ir.Value, like: ir.Value) -> ir.Value:
+        """``x`` in the shape of ``like`` (the same number of elements)."""
+        if dims(x) is not None and dims(x) == dims(like) and None not in self.dims(x):
+            return x
+        out = self.Reshape(x, self.shape(like))
+        out.shape = like.shape
+        return out
+
+    def expand_like(self, x: ir.Value, like: ir.Value) -> ir.Value:
+        """``x`` broadcast to the shape of ``like``."""
+        if dims(x) is not None and dims(x) == dims(like) and None not in self.dims(x):
+            return x
+        out = self.Expand(x, self.shape(like))
+        out.shape = like.shape
+        return out
+
+    def zeros_like(self, x: ir.Value) -> ir.Value:
+        """Zeros of the type and shape of ``x``."""
+        return self.expand_like(self.const(0, like=x), x)
+
+    def ones_like(self, x: ir.Value) -> ir.Value:
+        """Ones of the type and shape of ``x``."""
+        return self.expand_like(self.const(1, like=x), x)
+
+    def where(self, condition: ir.Value, x: Operand, y: Operand, like: ir.Value) -> ir.Value:
+        """``x`` where the condition holds, else ``y``; numbers take the type of ``like``."""
+        x, y = (v if isinstance(v, ir.Value) else self.const(v, like=like) for v in (x, y))
+        return self.Where(condition, x, y)
+
+    def transpose_last(self, x: ir.Value) -> ir.Value:
+        """``x`` with its last two axes exchanged."""
+        r = self.rank(x)
+        return self.Transpose(x, perm=[*range(r - 2), r - 1, r - 2])
+
+    def sum_to(self, g: ir.Value, x: ir.Value) -> ir.Value:
+        """Undo a broadcast: sum ``g`` over the axes along which ``x`` was repeated, giving the shape of ``x``.
+
+        The axes are constants where the shapes are known. A dimension that may or may not be 1 when the graph runs
+        (symbolic here, another name there) is decided in the graph.
+        """
+        have, want = dims(g), dims(x)
+        if have is None or want is None:
+            return self._sum_to_at_run_time(g, x)
+        lead = len(have) - len(want)
+        if lead < 0:
+            raise ValueError(f"a gradient of rank {len(have)} for {x.name} of rank {len(want)}")
+        repeated = []
+        for axis, (d, target) in enumerate(zip(have[lead:], want, strict=True), start=lead):
+            if target == 1:
+                repeated += [axis] if d != 1 else []
+            elif not isinstance(target, int) and (d is None or d != target) and d != 1:
+                return self._sum_to_at_run_time(g, x)
+        if repeated:
+            g = self.ReduceSum(g, [*range(lead), *repeated], keepdims=1)
+            g = self.Squeeze(g, list(range(lead))) if lead else g
+        elif lead:
+            g = self.ReduceSum(g, list(range(lead)), keepdims=0)
+        if g.producer() is not None:
+            g.shape = x.shape
+        return g
+
+    def _sum_to_at_run_time(self, g: ir.Value, x: ir.Value) -> ir.Value:
+        have, want = self.shape(g), self.shape(x)
+        if rank(g) is None or rank(x) is None:
+            lead = self.Reshape(self.Size(have) - self.Size(want), [1])
+            ones = self.ConstantOfShape(lead, value=ir.tensor(np.ones(1, np.int64)))
+        else:
+            ones = self.const(np.ones(self.rank(g) - self.rank(x), np.int64))
+        padded = self.Concat(ones, want, axis=0)
+        repeated = self.And(self.Equal(padded, 1), self.Not(self.Equal(have, 1)))
+        axes = self.Reshape(self.NonZero(repeated), [-1])
+        summed = self.ReduceSum(g, axes, keepdims=1, noop_with_empty_axes=1)
+        out = self.Reshape(summed, want)
+        out.shape = x.shape
+        return out
+
+    @staticmethod
+    def is_float(x: ir.Value | None) -> bool:
+        """Whether a gradient can flow into ``x``."""
+        return x is not None and is_float(x)
+
+
+class UnknownRank(Exception):
+    """A rule needs the rank of a value that shape inference could not find."""
+
+
+@cache
+def _type_variables(op_type: str, domain: str, opset: int) -> list[str]:
+    """The schema's type of every input ("T", "tensor(int64)", …); operands with the same one share a type."""
+    if not onnx.defs.has(op_type, domain):
+        return []
+    return [i.type_str for i in onnx.defs.get_schema(op_type, opset, domain).inputs]
+
+
+def _attribute(name: str, value: Any) -> ir.Attr:
+    if isinstance(value, ir.Attr):
+        return value
+    if isinstance(value, ir.TensorProtocol):
+        return ir.AttrTensor(name, value)
+    if isinstance(value, float):
+        return ir.AttrFloat32(name, value)
+    if isinstance(value, str):
+        return ir.AttrString(name, value)
+    if isinstance(value, bool | int | np.integer):
+        return ir.AttrInt64(name, int(value))
+    if all(isinstance(v, str) for v in value) and len(value):
+        return ir.AttrStrings(name, list(value))
+    if any(isinstance(v, float) for v in value):
+        return ir.AttrFloat32s(name, [float(v) for v in value])
+    return ir.AttrInt64s(name, [int(v) for v in value])

@@ -1,0 +1,42 @@
+"""Fresh names that never collide with the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx_ir as ir
+
+
+class Names:
+    """Hands out unused names; deterministic, constant time per name."""
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self._taken = set(taken)
+        self._next: dict[str, int] = {}
+
+    def fresh(self, base: str) -> str:
+        """``base`` itself if it is free, else ``base_1``, ``base_2``, …"""
+        name = base
+        while name in self._taken:
+            self._next[base] = count = self._next.get(base, 0) + 1
+            name = f"{base}_{count}"
+        self._taken.add(name)
+        return name
+
+
+def all_graphs(graph: ir.Graph) -> list[ir.Graph]:
+    """The graph and the bodies nested in its nodes, outermost first."""
+    return [graph, *graph.subgraphs()]
+
+
+def taken_names(graph: ir.Graph) -> set[str]:
+    """Every name of a value or a node in the graph and its nested bodies."""
+    taken: set[str] = set()
+    for g in all_graphs(graph):
+        taken.update(v.name for v in g.inputs if v.name)
+        taken.update(name for name in g.initializers if name)
+        for node in g:
+            taken.update(v.name for v in node.outputs if v.name)
+            if node.name:
+                taken.add(node.name)
+    return taken

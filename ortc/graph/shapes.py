@@ -1,0 +1,130 @@
+"""Shapes as plain Python data, and the inference of one node at a time.
+
+A dimension is an ``int``, a ``str`` (symbolic: equal names are equal sizes) or ``None`` (unknown).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import shape_inference
+
+Dim = int | str | None
+Dims = tuple[Dim, ...]
+
+FLOAT_TYPES = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+
+# Inputs of at most this many elements are shown to shape inference (axes, target shapes, …).
+_SMALL = 64
+
+
+def dims(value: ir.Value) -> Dims | None:
+    """The value's dimensions, or None if not even the rank is known."""
+    if value.shape is None:
+        return None
+    return tuple(d if isinstance(d, int) else d.value for d in value.shape)
+
+
+def rank(value: ir.Value) -> int | None:
+    """The number of dimensions, or None."""
+    return None if value.shape is None else len(value.shape)
+
+
+def static(value: ir.Value) -> tuple[int, ...] | None:
+    """The dimensions if all of them are numbers, else None."""
+    known = dims(value)
+    if known is None or not all(isinstance(d, int) for d in known):
+        return None
+    return known  # type: ignore[return-value]
+
+
+def is_float(value: ir.Value) -> bool:
+    """Whether gradients can flow through the value at all."""
+    return value.dtype in FLOAT_TYPES
+
+
+def constant(value: ir.Value | None) -> np.ndarray | None:
+    """The value's array if it is a small constant (never a weight's), else None."""
+    if value is None or value.const_value is None or value.const_value.size > _SMALL or value.is_graph_input():
+        return None
+    return value.const_value.numpy()
+
+
+class NodeInference:
+    """Stamps type and shape on a new node's outputs.
+
+    It asks ONNX's own inference for one node and remembers the answer, since the layers of a model repeat: a
+    whole-graph inference per pass would cost far more. Outputs that ONNX knows nothing about (an operator of
+    another domain) are left as they are.
+    """
+
+    def __init__(self, opset: int) -> None:
+        self._opset = opset
+        self._imports = [onnx.helper.make_opsetid("", opset)]
+        self._seen: dict[Any, list[tuple[ir.DataType | None, Dims | None]]] = {}
+
+    def stamp(self, node: ir.Node) -> None:
+        """Set dtype and shape of the outputs that have none.
+
+        Raises:
+            onnx.shape_inference.InferenceError: if the inputs do not fit the operator.
+        """
+        key = (
+            node.domain,
+            node.op_type,
+            len(node.outputs),
+            tuple((name, repr(attribute.value)) for name, attribute in node.attributes.items()),
+            tuple(self._signature(v) for v in node.inputs),
+        )
+        found = self._seen.get(key)
+        if found is None:
+            found = self._seen[key] = self._infer(node)
+        for output, (dtype, shape) in zip(node.outputs, found, strict=True):
+            if output.dtype is None and dtype is not None:
+                output.dtype = dtype
+            if output.shape is None and shape is not None:
+                output.shape = ir.Shape(shape)
+
+    @staticmethod
+    def _signature(value: ir.Value | None) -> Any:
+        if value is None:
+            return None
+        array = constant(value)
+        known = None if array is None or array.dtype.kind == "f" else array.tobytes()
+        return value.dtype, dims(value), known
+
+    def _infer(self, node: ir.Node) -> list[tuple[ir.DataType | None, Dims | None]]:
+        if not onnx.defs.has(node.op_type, node.domain):
+            return [(None, None)] * len(node.outputs)
+        schema = onnx.defs.get_schema(node.op_type, self._opset, node.domain)
+        types, data = {}, {}
+        for value in node.inputs:
+            if value is None or value.type is None:
+                continue
+            types[value.name] = _type_proto(value)
+            array = constant(value)
+            if array is not None:
+                data[value.name] = onnx.numpy_helper.from_array(array)
+        inferred = shape_inference.infer_node_outputs(
+            schema, ir.to_proto(node), types, data, opset_imports=self._imports, ir_version=10
+        )
+        return [_from_proto(inferred.get(v.name)) for v in node.outputs]
+
+
+def _type_proto(value: ir.Value) -> onnx.TypeProto:
+    assert value.dtype is not None
+    return onnx.helper.make_tensor_type_proto(int(value.dtype), dims(value))
+
+
+def _from_proto(proto: onnx.TypeProto | None) -> tuple[ir.DataType | None, Dims | None]:
+    if proto is None or not proto.HasField("tensor_type"):
+        return None, None
+    tensor = proto.tensor_type
+    dtype = ir.DataType(tensor.elem_type) if tensor.elem_type else None
+    if not tensor.HasField("shape"):
+        return dtype, None
+    shape = tuple(d.dim_value if d.HasField("dim_value") else (d.dim_param or None) for d in tensor.shape.dim)
+    return dtype, shape
