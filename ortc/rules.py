@@ -90,11 +90,12 @@ class GradientRule:
         if self.variadic_output:
             return
         count = max((self.outputs.index(name) + 1 for kind, name in self.arguments if kind == "output"), default=0)
-        before = len(node.outputs)
-        if count > before:
+        if count > len(node.outputs):
             node.resize_outputs(count)
-            for value, formal in zip(node.outputs[before:], self.outputs[before:], strict=False):
-                value.name = op.names.fresh(f"{node.name}.{formal}")
+        unnamed = [(v, formal) for v, formal in zip(node.outputs[:count], self.outputs, strict=False) if not v.name]
+        for value, formal in unnamed:
+            value.name = op.names.fresh(f"{node.name}.{formal}")
+        if unnamed:
             op.infer(node)
 
     def _argument(self, kind: str, name: str, node: ir.Node, gradients: Mapping[ir.Value, ir.Value]) -> Any:
