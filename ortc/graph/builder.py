@@ -36,22 +36,26 @@ class Builder:
         self._constants: dict[Any, ir.Value] = {}
         self._shapes: dict[ir.Value, ir.Value] = {}
         self._prefix = ""
+        self._before: ir.Node | None = None
         self._metadata: dict[str, str] = {}
 
     # ---- where nodes go and what they are called -------------------------------------------------------------
 
     @contextlib.contextmanager
-    def scope(self, prefix: str, **metadata: str) -> Iterator[None]:
-        """New nodes are called ``prefix/OpType`` and carry the metadata as ``ortc.<key>``; arithmetic works."""
-        before = self._prefix, self._metadata
-        self._prefix = prefix
+    def scope(self, prefix: str, before: ir.Node | None = None, **metadata: str) -> Iterator[None]:
+        """New nodes are called ``prefix/OpType`` and carry the metadata as ``ortc.<key>``; arithmetic works.
+
+        They go to the end of the graph, or in front of the node ``before``.
+        """
+        saved = self._prefix, self._metadata, self._before
+        self._prefix, self._before = prefix, before
         self._metadata = {f"ortc.{key}": text for key, text in metadata.items()}
         handler = ir.set_value_magic_handler(self)  # type: ignore[arg-type]
         try:
             yield
         finally:
             ir.set_value_magic_handler(handler)
-            self._prefix, self._metadata = before
+            self._prefix, self._metadata, self._before = saved
 
     def __getattr__(self, op_type: str) -> Any:
         if not op_type[:1].isupper():
@@ -89,7 +93,10 @@ class Builder:
             name=name,
             metadata_props=dict(self._metadata),
         )
-        self.graph.append(node)
+        if self._before is None:
+            self.graph.append(node)
+        else:
+            self.graph.insert_before(self._before, node)
         if _domain:
             self.graph.opset_imports.setdefault(_domain, 1)
         if _like is not None:
