@@ -1,0 +1,31 @@
+"""What the compiler knows: the passes, and the tables of losses, optimizers, gradients, lowerings and targets.
+
+:func:`standard` is the way of a model, in order.
+"""
+
+from __future__ import annotations
+
+from ortc.compiler import Pass
+from ortc.passes.forms import ForkEvaluation, InferenceTemplate, TrainingForm
+from ortc.passes.loss import AttachLoss
+from ortc.passes.optimizer import BuildOptimizer
+from ortc.passes.parameters import ChooseParameters, DecideTraining
+from ortc.passes.pipeline import CleanUp, Gradients, Prepare, Simplify, Upgrade
+
+
+def standard() -> list[Pass]:
+    """The passes of every compilation."""
+    return [
+        Prepare(),
+        InferenceTemplate(),
+        Upgrade(),
+        ChooseParameters(),
+        Simplify(),
+        AttachLoss(),
+        DecideTraining(),
+        ForkEvaluation(),
+        TrainingForm(),
+        Gradients(),
+        BuildOptimizer(),
+        CleanUp(),
+    ]

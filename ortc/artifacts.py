@@ -1,0 +1,183 @@
+"""From a model file to an output folder: runs the pipeline and writes the graphs, the plan and the initial checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from ortc import __version__
+from ortc.compiler import OF, SLOT, Compilation, role, run_passes
+from ortc.errors import ModelError, OrtcError
+from ortc.graph.shapes import dims
+from ortc.plan import GraphFile, Plan, Port, Stage, dump_plan, fingerprint
+from ortc.recipe import Recipe
+from ortc.rules import load_declarations
+from ortc.runtime.checkpoint import write_index
+from ortc.source import load_model, write_safetensors
+from ortc.target import load_target
+
+STAGE_PHASES = ("train", "eval", "optimizer")
+_FILES = {"export": "export.template", "criterion": "criterion.onnx"}
+
+
+def compile_graphs(model: ir.Model, recipe: Recipe) -> Compilation:
+    """Run the standard pipeline on a model (which is changed).
+
+    Raises:
+        OrtcError: for a mistake in the model or the recipe.
+    """
+    from ortc import passes
+
+    load_declarations("ortc.passes.gradients")
+    return run_passes(passes.standard(), Compilation(model, recipe, load_target(recipe.target)))
+
+
+def compiled_graphs(model: ir.Model, recipe: Recipe) -> dict[str, ir.Model]:
+    """The graphs of a compilation by phase: train, eval, optimizer, criterion (see the goldens)."""
+    graphs = compile_graphs(model, recipe).graphs
+    return {phase: graphs[phase] for phase in ("train", "eval", "optimizer", "criterion") if phase in graphs}
+
+
+def compile(  # noqa: A001
+    model: str | Path, output: str | Path, recipe: Recipe | None = None, *, force: bool = False
+) -> Plan:
+    """Compile a forward ONNX model into an output folder that the runtime trains with.
+
+    Args:
+        model: path of the ONNX file; its weights are never loaded.
+        output: the folder to make. It appears whole or not at all.
+        recipe: what to build; the defaults without one.
+        force: replace the folder if it exists.
+
+    Raises:
+        OrtcError: for anything wrong with the model, the recipe or the folder.
+    """
+    recipe = recipe or Recipe()
+    target = Path(output)
+    _check_output(target, force)
+    compilation = compile_graphs(load_model(model), recipe)
+    return write_folder(compilation, Path(model).name, target, force)
+
+
+def _check_output(target: Path, force: bool) -> None:
+    if not target.parent.exists():
+        raise OrtcError(f"cannot make {target}: the folder {target.parent} does not exist")
+    if target.exists() and not force:
+        raise OrtcError(f"{target} exists already; choose another folder, or --force to replace it whole")
+    if target.exists() and not (target / "plan.json").exists() and (not target.is_dir() or any(target.iterdir())):
+        raise OrtcError(f"{target} is not an output folder of ortc (it has no plan.json); --force will not replace it")
+
+
+def write_folder(c: Compilation, model_name: str, target: Path, force: bool) -> Plan:
+    """Write everything beside the target, then rename it into place."""
+    try:
+        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        os.chmod(aside, 0o755)
+    except OSError as error:
+        raise OrtcError(f"cannot write beside {target}: {error.strerror}") from None
+    try:
+        plan = _write_files(c, model_name, aside)
+        _put_in_place(aside, target, force)
+    except OSError as error:
+        raise OrtcError(f"cannot write {target}: {error.strerror}; nothing was left behind") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return plan
+
+
+def _put_in_place(aside: Path, target: Path, force: bool) -> None:
+    if target.exists() and force:
+        old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+        os.rename(target, old / "old")
+        os.rename(aside, target)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        os.rename(aside, target)
+    _sync(target.parent)
+
+
+def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
+    stage_folder = folder / "stage-0"
+    stage_folder.mkdir()
+    phases = {
+        phase: _write_graph(c.graphs[phase], folder, f"stage-0/{phase}.onnx") for phase in STAGE_PHASES if phase in c.graphs
+    }
+    held = {p.name for p in c.parameters}
+    for name in held:
+        c.graphs["export"].graph.initializers.pop(name, None)
+    plan = Plan(
+        ortc_version=__version__,
+        model=model_name,
+        fingerprint=fingerprint(c.parameters),
+        recipe=c.recipe,
+        target=c.target.name,
+        opset=c.target.opset,
+        parameters=c.parameters,
+        losses=c.losses,
+        stages=[Stage(index=0, parameters=[p.name for p in c.parameters], phases=phases)],
+        export=_write_graph(c.graphs["export"], folder, _FILES["export"], check=False),
+        criterion=_write_graph(c.graphs["criterion"], folder, _FILES["criterion"]),
+        warnings=c.warnings,
+    )
+    checkpoint = folder / plan.checkpoint / "step-0"
+    checkpoint.mkdir(parents=True)
+    weights = {p.name: c.weights[p.name] for p in c.parameters}
+    write_safetensors(checkpoint / "parameters.safetensors", weights)
+    write_index(checkpoint, plan)
+    _write(folder / "plan.json", dump_plan(plan).encode())
+    for path in (checkpoint, checkpoint.parent, stage_folder, folder):
+        _sync(path)
+    return plan
+
+
+def _write_graph(model: ir.Model, folder: Path, file: str, check: bool = True) -> GraphFile:
+    proto = ir.to_proto(model)
+    if check:
+        try:
+            onnx.checker.check_model(proto, full_check=True)
+        except Exception as error:
+            raise ModelError(f"the compiled {file} is not valid ONNX, please report it: {error}") from error
+    data = proto.SerializeToString(deterministic=True)
+    _write(folder / file, data)
+    return GraphFile(
+        file=file,
+        sha256=hashlib.sha256(data).hexdigest(),
+        inputs=[port(v) for v in model.graph.inputs],
+        outputs=[port(v) for v in model.graph.outputs],
+    )
+
+
+def port(value: ir.Value) -> Port:
+    """What the plan says of a graph's input or output."""
+    names = {"FLOAT": "float32", "DOUBLE": "float64"}
+    dtype = value.dtype.name if value.dtype is not None else "UNDEFINED"
+    return Port(
+        name=value.name or "",
+        role=role(value) or "data",  # type: ignore[arg-type]
+        dtype=names.get(dtype, dtype.lower()),
+        shape=list(dims(value) or ()),
+        of=value.metadata_props.get(OF),
+        slot=value.metadata_props.get(SLOT),
+    )
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

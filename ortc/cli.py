@@ -1,0 +1,290 @@
+"""The command line. Commands import what they need themselves, so that ``ortc --help`` is instant."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ortc.errors import OrtcError, RecipeError
+
+if TYPE_CHECKING:
+    from ortc.plan import Plan
+    from ortc.recipe import Recipe
+
+app = typer.Typer(
+    name="ortc",
+    help="Compiles a forward ONNX model into training graphs, offline, and trains them on ONNX Runtime.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="the forward model")]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="an output folder of `ortc compile`")]
+Losses = Annotated[
+    list[str] | None,
+    typer.Option("--loss", metavar="NAME[:k=v,…]", help="a loss, e.g. cross_entropy:axis=-1,ignore_index=0; repeat for a sum"),
+]
+Train = Annotated[list[str] | None, typer.Option("--train", metavar="GLOB", help="train only these weights")]
+Freeze = Annotated[list[str] | None, typer.Option("--freeze", metavar="GLOB", help="do not train these weights")]
+Wrt = Annotated[list[str] | None, typer.Option("--wrt", metavar="INPUT", help="also give the gradient of this data input")]
+BatchNorm = Annotated[str | None, typer.Option("--batch-norm", metavar="batch|frozen", help="statistics used in training")]
+TargetName = Annotated[str | None, typer.Option("--target", help="the runtime the graphs are for")]
+RecipeFile = Annotated[Path | None, typer.Option("--recipe", metavar="ortc.toml", help="a recipe; flags override it")]
+Threads = Annotated[int | None, typer.Option(min=1, help="threads of each session; default: all cores")]
+Force = Annotated[bool, typer.Option("--force", help="replace what is there")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="print errors only")]
+
+
+@app.command("compile")
+def compile_(
+    model: Model,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="DIR", help="the folder to make")] = None,
+    recipe: RecipeFile = None,
+    loss: Losses = None,
+    train: Train = None,
+    freeze: Freeze = None,
+    wrt: Wrt = None,
+    batch_norm: BatchNorm = None,
+    optimizer: Annotated[
+        str | None, typer.Option(metavar="NAME[:k=v,…]", help="adamw, adam, sgd, lamb; e.g. adamw:beta2=0.95,weight_decay=0.1")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="learning rate after the warm-up")] = None,
+    schedule: Annotated[str | None, typer.Option(help="constant, linear, cosine or polynomial")] = None,
+    warmup: Annotated[int | None, typer.Option(help="steps of linear warm-up")] = None,
+    seed: Annotated[int | None, typer.Option(help="seed of dropout and of the data order")] = None,
+    target: TargetName = None,
+    force: Force = False,
+    write_recipe: Annotated[bool, typer.Option("--write-recipe", help="print the recipe in force as TOML and stop")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Build the training graphs of a model."""
+    chosen = build_recipe(
+        recipe, loss=loss, train=train, freeze=freeze, wrt=wrt, batch_norm=batch_norm, optimizer=optimizer, lr=lr,
+        schedule=schedule, warmup=warmup, seed=seed, target=target,
+    )  # fmt: skip
+    if write_recipe:
+        from ortc.recipe import dump_recipe
+
+        print(dump_recipe(chosen), end="")
+        return
+    if output is None:
+        raise RecipeError("say where the folder goes: -o DIR")
+    from ortc.artifacts import compile
+
+    plan = compile(model, output, chosen, force=force)
+    if not quiet:
+        print(describe_plan(plan, output))
+
+
+@app.command()
+def run(
+    folder: Folder,
+    data: Annotated[str, typer.Option(help=".npz, a folder of .npz/.npy, or module:function")],
+    batch_size: Annotated[int, typer.Option(min=1)] = 32,
+    steps: Annotated[int | None, typer.Option(min=1, help="train up to this step")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="passes over the data; default: 1")] = None,
+    eval_data: Annotated[str | None, typer.Option(help="data to evaluate on")] = None,
+    eval_every: Annotated[int | None, typer.Option(min=1, help="steps between evaluations; default: each epoch")] = None,
+    save_every: Annotated[int | None, typer.Option(min=1, help="steps between checkpoints; default: each epoch")] = None,
+    keep: Annotated[int, typer.Option(min=1, help="checkpoints to keep")] = 3,
+    restore: Annotated[str, typer.Option(metavar="latest|PATH|none", help="where to continue from")] = "latest",
+    lr: Annotated[float | None, typer.Option(help="learning rate; default: the recipe's")] = None,
+    schedule: Annotated[str | None, typer.Option(help="constant, linear, cosine or polynomial")] = None,
+    warmup: Annotated[int | None, typer.Option(min=0, help="steps of linear warm-up")] = None,
+    seed: Annotated[int | None, typer.Option(help="seed of the data order and dropout; default: the recipe's")] = None,
+    drop_last: Annotated[bool, typer.Option("--drop-last", help="drop an epoch's last partial batch")] = False,
+    threads: Threads = None,
+    metrics: Annotated[Path | None, typer.Option(help="JSON-lines file; default: DIR/metrics.jsonl")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train; continues where it stopped."""
+    from ortc.runtime.run import run as run_training
+
+    code = run_training(
+        folder, data=data, batch_size=batch_size, steps=steps, epochs=epochs, eval_data=eval_data, eval_every=eval_every,
+        save_every=save_every, keep=keep, restore=restore, lr=lr, schedule=schedule, warmup=warmup, seed=seed,
+        drop_last=drop_last, threads=threads, metrics=metrics, quiet=quiet,
+    )  # fmt: skip
+    raise typer.Exit(code)
+
+
+@app.command()
+def export(
+    folder: Folder,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE.onnx")],
+    data: Annotated[str | None, typer.Option(help="data to check the export on; default: made up")] = None,
+    restore: Annotated[str, typer.Option(metavar="latest|PATH", help="the checkpoint to export")] = "latest",
+    force: Force = False,
+) -> None:
+    """Write the original model with the trained weights, as a plain inference model, and check it."""
+    from ortc.runtime.trainer import Trainer
+
+    with Trainer(folder, restore=restore) as trainer:
+        result = trainer.export(output, data=data, force=force)
+    print(result)
+
+
+@app.command()
+def grad(
+    model: Model,
+    data: Annotated[Path, typer.Option(help="one batch: arrays by input name, targets under `labels`")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="GRADS.npz")],
+    recipe: RecipeFile = None,
+    loss: Losses = None,
+    train: Train = None,
+    freeze: Freeze = None,
+    wrt: Wrt = None,
+    batch_norm: BatchNorm = None,
+    target: TargetName = None,
+    force: Force = False,
+) -> None:
+    """Loss and gradients of one batch, to compare with anything else."""
+    chosen = build_recipe(recipe, loss=loss, train=train, freeze=freeze, wrt=wrt, batch_norm=batch_norm, target=target)
+    from ortc.grad import write_gradients
+
+    print(write_gradients(model, data, output, chosen, force=force))
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="MODEL.onnx|DIR", help="a model, or an output folder")],
+    recipe: RecipeFile = None,
+    loss: Losses = None,
+    train: Train = None,
+    freeze: Freeze = None,
+    batch_norm: BatchNorm = None,
+) -> None:
+    """List every weight with its fate and the reason, and the graphs of an output folder."""
+    from ortc.inspection import inspect_folder, inspect_model
+
+    if path.is_dir():
+        inspect_folder(path)
+    else:
+        inspect_model(path, build_recipe(recipe, loss=loss, train=train, freeze=freeze, batch_norm=batch_norm))
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="where to keep the result; default: nowhere")] = None,
+    threads: Threads = None,
+) -> None:
+    """Compile, train, evaluate and export a small model of handwritten digits."""
+    from ortc.demo import run_demo
+
+    run_demo(folder, threads)
+
+
+def build_recipe(
+    path: Path | None,
+    *,
+    loss: list[str] | None = None,
+    train: list[str] | None = None,
+    freeze: list[str] | None = None,
+    wrt: list[str] | None = None,
+    batch_norm: str | None = None,
+    optimizer: str | None = None,
+    lr: float | None = None,
+    schedule: str | None = None,
+    warmup: int | None = None,
+    seed: int | None = None,
+    target: str | None = None,
+) -> Recipe:
+    """A recipe file (or the defaults) with the flags that were given on top.
+
+    Raises:
+        RecipeError: naming the field.
+    """
+    from ortc.recipe import Recipe, load_recipe, parse_recipe
+
+    fields: dict[str, Any] = (load_recipe(path) if path else Recipe()).model_dump()
+    if loss:
+        fields["loss"] = [parse_loss(text) for text in loss]
+    if optimizer:
+        name, options = split_options(optimizer)
+        fields["optimizer"] = {**fields["optimizer"], "name": name, "options": options}
+    tables = (
+        (fields["parameters"], {"train": train or None, "freeze": freeze or None}),
+        (fields["learning_rate"], {"base": lr, "schedule": schedule, "warmup": warmup}),
+        (fields, {"wrt": wrt or None, "batch_norm": batch_norm, "seed": seed, "target": target}),
+    )
+    for table, flags in tables:
+        table.update({key: value for key, value in flags.items() if value is not None})
+    return parse_recipe(fields)
+
+
+def parse_loss(text: str) -> dict[str, Any]:
+    """``cross_entropy:axis=1,output=logits`` as a loss term of the recipe."""
+    name, options = split_options(text)
+    term: dict[str, Any] = {key: options.pop(key) for key in ("output", "labels", "weight") if key in options}
+    return {"name": name, **term, "options": options}
+
+
+def split_options(text: str) -> tuple[str, dict[str, Any]]:
+    """``name:key=value,key=[1,2]`` taken apart; a colon that is part of a file's name stays in the name."""
+    name, colon, tail = text.rpartition(":")
+    if not colon or "=" not in tail:
+        return text, {}
+    options: dict[str, Any] = {}
+    depth, start = 0, 0
+    for end, character in enumerate(tail + ","):
+        depth += (character == "[") - (character == "]")
+        if character == "," and depth == 0:
+            key, equals, value = tail[start:end].partition("=")
+            if not equals:
+                raise RecipeError(f"{text!r}: {tail[start:end]!r} is not KEY=VALUE")
+            options[key.strip()] = _value(value.strip())
+            start = end + 1
+    return name, options
+
+
+def _value(text: str) -> Any:
+    import json
+
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def describe_plan(plan: Plan, output: Path) -> str:
+    """What was compiled, in a few lines: what was chosen, and how to choose otherwise."""
+    trained = plan.trainable()
+    count = sum(_elements(p.shape) for p in trained)
+    held = sum(_elements(p.shape) for p in plan.parameters)
+    lines = [f"{output}: training graphs of {plan.model} for {plan.target} (opset {plan.opset})"]
+    for loss in plan.losses:
+        target = f", targets in {loss.labels!r}" if loss.labels else ""
+        lines.append(f"  loss        {loss.name} of output {loss.output!r}{target}: {loss.chosen} (--loss changes it)")
+    lines.append(f"  parameters  {len(trained)} train, {count:,} of {held:,} values (`ortc inspect {output}` lists them)")
+    rate = plan.recipe.learning_rate
+    lines.append(f"  optimizer   {plan.recipe.optimizer.name}, learning rate {rate.base:g}, {rate.schedule} (--optimizer, --lr)")
+    lines += [f"warning: {text}" for text in plan.warnings]
+    lines.append(f"next: ortc run {output} --data train.npz")
+    return "\n".join(lines)
+
+
+def _elements(shape: list[int]) -> int:
+    count = 1
+    for d in shape:
+        count *= d
+    return count
+
+
+def main() -> None:
+    """The console script: a user's mistake ends with one message and exit code 2."""
+    try:
+        app()
+    except OrtcError as error:
+        print(f"ortc: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("ortc: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

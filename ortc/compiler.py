@@ -1,0 +1,138 @@
+"""The pass manager: what a compilation carries, how a pass is declared, and how a list of passes runs."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import onnx_ir as ir
+
+from ortc.plan import LossInfo, ParameterInfo
+from ortc.recipe import Recipe
+from ortc.target import Target
+
+ROLE, OF, SLOT = "ortc.role", "ortc.of", "ortc.slot"
+
+
+@dataclass
+class Compilation:
+    """What the passes work on.
+
+    ``model`` is the user's model on its way to the training graph. Graphs that leave that way (the inference template, the
+    evaluation, the optimizer) are put into ``graphs`` under the phase's name; the passes that finish graphs treat all of them.
+    """
+
+    model: ir.Model
+    recipe: Recipe
+    target: Target
+    graphs: dict[str, ir.Model] = field(default_factory=dict)
+    weights: dict[str, ir.TensorProtocol] = field(default_factory=dict)
+    parameters: list[ParameterInfo] = field(default_factory=list)
+    constants: list[tuple[str, str]] = field(default_factory=list)  # initialisers that cannot train: (name, why)
+    losses: list[LossInfo] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    history: list[tuple[str, int, int]] = field(default_factory=list)  # (pass, nodes before, nodes after)
+
+    @property
+    def graph(self) -> ir.Graph:
+        """The graph of ``model``."""
+        return self.model.graph
+
+
+class Pass:
+    """One rewriting step: a frozen dataclass whose fields are its options and whose docstring is their documentation.
+
+    ``after`` names passes that must have run before; the list's order is the person's who wrote it, this only checks it.
+    """
+
+    name: ClassVar[str]
+    after: ClassVar[tuple[str, ...]] = ()
+
+    def run(self, c: Compilation) -> None:
+        """Rewrite the compilation in place."""
+        raise NotImplementedError
+
+
+def run_passes(passes: Sequence[Pass], c: Compilation) -> Compilation:
+    """Run the passes in order and check the graph after each.
+
+    Raises:
+        OrtcError: a mistake in the user's model or recipe, as found by a pass.
+        AssertionError: naming the pass that broke an invariant: a fault of ortc.
+    """
+    done: list[str] = []
+    with paused_gc():
+        for step in passes:
+            missing = [name for name in step.after if name not in done]
+            assert not missing, f"pass {step.name} must run after {missing}"
+            before = len(c.graph)
+            step.run(c)
+            c.history.append((step.name, before, len(c.graph)))
+            for phase, model in {"model": c.model, **c.graphs}.items():
+                check_invariants(model, f"pass {step.name} ({phase})")
+            done.append(step.name)
+    return c
+
+
+def check_invariants(model: ir.Model, where: str) -> None:
+    """Cheap structural checks, linear in the graph: single assignment, order, unique names."""
+    graph = model.graph
+    known = {*graph.inputs, *graph.initializers.values()}
+    names: set[str | None] = set()
+    for node in graph:
+        for value in node.inputs:
+            assert value is None or value in known, f"{where}: {node.name} reads {value.name} before it is made"
+        known.update(node.outputs)
+    for value in known:
+        if value.name:
+            assert value.name not in names, f"{where}: two values are called {value.name}"
+            names.add(value.name)
+    for value in graph.outputs:
+        assert value in known, f"{where}: output {value.name} is not made in the graph"
+
+
+@contextlib.contextmanager
+def paused_gc() -> Iterator[None]:
+    """Without Python's cyclic collector: graphs are millions of linked objects, and walking them costs half the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def set_role(value: ir.Value, role: str, of: str | None = None, slot: str | None = None) -> ir.Value:
+    """Say what a graph's input or output is; the plan's ports are read from it."""
+    value.metadata_props[ROLE] = role
+    for key, text in ((OF, of), (SLOT, slot)):
+        if text is not None:
+            value.metadata_props[key] = text
+    return value
+
+
+def role(value: ir.Value) -> str | None:
+    """The role given by :func:`set_role`."""
+    return value.metadata_props.get(ROLE)
+
+
+def of(value: ir.Value) -> str:
+    """What the port belongs to; its own name if nothing else was said."""
+    return value.metadata_props.get(OF) or value.name or ""
+
+
+def new_graph(name: str, opset: int, ir_version: int) -> ir.Model:
+    """An empty model for a phase that does not come from the user's graph."""
+    graph = ir.Graph([], [], nodes=[], name=name, opset_imports={"": opset})
+    return ir.Model(graph, ir_version=ir_version, producer_name="ortc")
+
+
+def matches(name: str, globs: Sequence[str]) -> bool:
+    """Whether a name matches one of the globs (case counts; a glob without wildcards is the name itself)."""
+    return any(name == g or fnmatch.fnmatchcase(name, g) for g in globs)
+

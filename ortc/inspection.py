@@ -1,0 +1,80 @@
+"""``ortc inspect``: what would train and why, before anything is compiled; and what an output folder holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ortc.errors import OrtcError
+from ortc.plan import ParameterInfo, Plan, load_plan
+from ortc.recipe import Recipe
+
+
+def inspect_model(path: Path, recipe: Recipe) -> None:
+    """Print every initialiser of a model with its fate and the reason."""
+    from ortc import passes
+    from ortc.compiler import Compilation, run_passes
+    from ortc.passes.parameters import DecideTraining
+    from ortc.rules import load_declarations
+    from ortc.source import load_model
+    from ortc.target import load_target
+
+    load_declarations("ortc.passes.gradients")
+    c = Compilation(load_model(path), recipe, load_target(recipe.target))
+    steps = passes.standard()
+    until = next(i for i, step in enumerate(steps) if isinstance(step, DecideTraining))
+    problem: OrtcError | None = None
+    try:
+        run_passes(steps[: until + 1], c)
+    except OrtcError as error:
+        if not c.parameters and not c.constants:
+            raise
+        problem = error
+    console = Console()
+    console.print(_fates(f"{path.name}: weights", c.parameters, c.constants))
+    for loss in c.losses:
+        console.print(f"loss: {loss.name} of output {loss.output!r}: {loss.chosen}", markup=False)
+    for warning in c.warnings:
+        console.print(f"warning: {warning}", markup=False)
+    if problem is not None:
+        raise problem
+
+
+def inspect_folder(folder: Path) -> None:
+    """Print the parameters and graphs of an output folder."""
+    plan = load_plan(folder)
+    console = Console()
+    console.print(_fates(f"{folder}: weights of {plan.model}", plan.parameters, []))
+    console.print(_graphs(plan))
+    for loss in plan.losses:
+        console.print(f"loss: {loss.name} of output {loss.output!r}: {loss.chosen}", markup=False)
+    for warning in plan.warnings:
+        console.print(f"warning: {warning}", markup=False)
+
+
+def _fates(title: str, parameters: list[ParameterInfo], constants: list[tuple[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in ("name", "type", "shape", "fate", "why"):
+        table.add_column(column, overflow="fold")
+    for p in parameters:
+        fate = "trains" if p.trainable else "buffer" if p.role == "buffer" else "frozen"
+        table.add_row(p.name, p.dtype, "×".join(map(str, p.shape)) or "scalar", fate, p.reason)
+    for name, why in constants:
+        table.add_row(name, "", "", "constant", why)
+    return table
+
+
+def _graphs(plan: Plan) -> Table:
+    table = Table(title="graphs", title_justify="left")
+    for column in ("file", "inputs", "outputs"):
+        table.add_column(column, overflow="fold")
+    for stage in plan.stages:
+        for graph in stage.phases.values():
+            table.add_row(graph.file, _roles([p.role for p in graph.inputs]), _roles([p.role for p in graph.outputs]))
+    return table
+
+
+def _roles(roles: list[str]) -> str:
+    return ", ".join(f"{roles.count(role)} {role}" for role in dict.fromkeys(roles))

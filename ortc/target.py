@@ -1,0 +1,46 @@
+"""Targets: the runtime that the artifacts are for, as declared in ``passes/targets/*.toml``."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ortc.errors import RecipeError
+
+
+class Target(BaseModel):
+    """What a runtime can load and run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    summary: str
+    opset: int = Field(description="the highest opset of the ONNX standard that it loads")
+    ir_version: int = Field(description="the highest IR version that it loads")
+    kernels: dict[str, list[str]] = Field(
+        default_factory=dict, description="operators beyond the standard, by domain::name, with the types they have"
+    )
+
+
+def target_names() -> list[str]:
+    """The declared targets."""
+    folder = resources.files("ortc.passes.targets")
+    return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
+
+
+def load_target(name: str) -> Target:
+    """Read a target's declaration.
+
+    Raises:
+        RecipeError: if there is none of that name.
+    """
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10
+        import tomli as tomllib  # type: ignore[no-redef,import-not-found,unused-ignore]
+
+    if name not in target_names():
+        raise RecipeError(f"target: there is no target {name!r}; there are {', '.join(target_names())}")
+    text = (resources.files("ortc.passes.targets") / f"{name}.toml").read_text(encoding="utf-8")
+    return Target.model_validate(tomllib.loads(text))

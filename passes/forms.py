@@ -1,0 +1,137 @@
+"""The two forms of a model: in training, dropout drops and batch norm uses the batch; in inference neither does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from ortc.compiler import Compilation, Pass, of, role, set_role
+from ortc.errors import ModelError
+from ortc.graph.builder import Builder
+from ortc.passes.randomness import RANDOM, Randomness
+
+
+@dataclass(frozen=True)
+class InferenceTemplate(Pass):
+    """Sets the inference form of the user's own graph aside: `ortc export` adds the trained weights to it."""
+
+    name = "inference-template"
+    after = ("prepare",)
+
+    def run(self, c: Compilation) -> None:
+        template = c.model.clone()
+        to_inference(template.graph)
+        c.graphs["export"] = template
+
+
+@dataclass(frozen=True)
+class ForkEvaluation(Pass):
+    """Sets the evaluation graph aside: the inference form with the loss."""
+
+    name = "fork-evaluation"
+    after = ("loss", "decide-training")
+
+    def run(self, c: Compilation) -> None:
+        evaluation = c.model.clone()
+        to_inference(evaluation.graph)
+        c.graphs["eval"] = evaluation
+
+
+@dataclass(frozen=True)
+class TrainingForm(Pass):
+    """Gives the graph its training form; running statistics and counters of the random numbers become inputs and outputs."""
+
+    name = "training-form"
+    after = ("fork-evaluation",)
+
+    def run(self, c: Compilation) -> None:
+        loss = c.graph.outputs[0]
+        c.graph.outputs.clear()
+        c.graph.outputs.append(loss)
+        op = Builder(c.graph)
+        random = Randomness(op)
+        for node in list(c.graph):
+            if _is(node, "BatchNormalization"):
+                _train_batch_norm(c, op, node)
+            elif node.op_type in RANDOM and not node.domain:
+                random.replace(node)
+
+
+def _is(node: ir.Node, op_type: str) -> bool:
+    return node.op_type == op_type and not node.domain
+
+
+def to_inference(graph: ir.Graph) -> None:
+    """Turn dropout off and batch norm to its stored statistics, in place; graph outputs that only training has go."""
+    op = Builder(graph)
+    for node in list(graph):
+        if _is(node, "Dropout"):
+            _bypass_dropout(op, node)
+        elif _is(node, "BatchNormalization"):
+            node.attributes.pop("training_mode", None)
+            for value in node.outputs[1:]:
+                if value.is_graph_output():
+                    graph.outputs.remove(value)
+                if value.uses():
+                    raise ModelError(
+                        f"node {node.name!r} (BatchNormalization): its running statistics are used inside the model, "
+                        "which has no inference form"
+                    )
+            node.resize_outputs(1)
+
+
+def _bypass_dropout(op: Builder, node: ir.Node) -> None:
+    """y = x, and an all-true mask where somebody reads it."""
+    x, y = node.inputs[0], node.outputs[0]
+    assert x is not None
+    with op.scope(node.name or "Dropout", before=node, origin=node.name or "", rule="Dropout", **{"pass": "inference-form"}):
+        if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
+            mask = op.Expand(op.const(np.array(True)), op.Shape(x))
+            _take_place(op, node.outputs[1], mask)
+        _take_place(op, y, x if not y.is_graph_output() else op.Identity(x))
+    op.graph.remove(node, safe=True)
+
+
+def _take_place(op: Builder, old: ir.Value, new: ir.Value) -> None:
+    """``new`` is used wherever ``old`` was; a graph output keeps its name."""
+    if new.dtype is None:
+        new.dtype = old.dtype
+    if new.shape is None:
+        new.shape = old.shape
+    name, is_output = old.name, old.is_graph_output()
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    if is_output:
+        new.metadata_props.update(old.metadata_props)
+        old.name, new.name = op.names.fresh(f"{name}.replaced"), name
+
+
+def _train_batch_norm(c: Compilation, op: Builder, node: ir.Node) -> None:
+    """Batch statistics, with the new running statistics as outputs (momentum as the node has it)."""
+    if c.recipe.batch_norm == "frozen":
+        node.attributes.pop("training_mode", None)
+        node.resize_outputs(1)
+        return
+    buffers = node.inputs[3:5]
+    if any(b is None or role(b) != "buffer" for b in buffers):
+        raise ModelError(
+            f"node {node.name!r} (BatchNormalization): its running statistics are computed in the model, not stored; "
+            "compile with --batch-norm frozen"
+        )
+    momentum = node.attributes.get_float("momentum", 0.9)
+    if momentum in (0.0, 1.0):
+        c.warnings.append(
+            f"node {node.name!r} (BatchNormalization) has momentum {momentum:g}: its running statistics "
+            + ("never change" if momentum == 1.0 else "are those of the last batch alone")
+        )
+    node.attributes.add(ir.AttrInt64("training_mode", 1))
+    present = len(node.outputs)
+    if present < 3:
+        node.resize_outputs(3)
+    for value, buffer in zip(node.outputs[1:], buffers, strict=True):
+        assert buffer is not None
+        value.name = value.name or op.names.fresh(f"{buffer.name}.new")
+        value.dtype, value.shape = buffer.dtype, buffer.shape
+        c.graph.outputs.append(set_role(value, "buffer", of=of(buffer)))
+

@@ -1,0 +1,214 @@
+"""The optimizers, and the pass that builds one graph which updates all parameters.
+
+An optimizer is ``f(op, p, g, state, t, *, options…) -> new p``. It is called once per parameter:
+
+* ``p``, ``g`` are the parameter and its gradient, of the same shape and type;
+* ``state(slot)`` is the optimizer's state of that name: zeros before the first step. ``state.update(slot, value)`` says
+  what it becomes;
+* ``t`` holds the scalars that all parameters share: ``t.step`` (1 at the first update) and ``t.lr``, in float64, so that
+  bias corrections such as 1 - 0.999^1 keep their digits; ``t.number(x, like)`` rounds one to a parameter's type.
+
+``weight_decay`` arrives as the parameter's own (0 for biases and norms, a group's where one matches), ``t.lr`` as its
+group's. Each output may share its input's memory: nothing may read a parameter or state after its new value is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx_ir as ir
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass
+
+from ortc.compiler import Compilation, Pass, new_graph, of, role, set_role
+from ortc.errors import RecipeError
+from ortc.graph.builder import Builder
+from ortc.plan import ParameterInfo
+from ortc.rules import OPTIMIZERS, Declared, optimizer
+
+_DOUBLE = int(ir.DataType.DOUBLE)
+
+
+@optimizer("sgd")
+def sgd(op, p, g, state, t, *, weight_decay=0.0, momentum=0.0, dampening=0.0, nesterov=False):
+    """SGD with momentum (Sutskever et al. 2013, in PyTorch's form)
+
+    g += λ·p;  b = μ·b + (1 - dampening)·g, b = g at the first step;  g = g + μ·b if nesterov else b;  p -= lr·g
+    """
+    if weight_decay:
+        g = g + weight_decay * p
+    if momentum:
+        fresh = g if not dampening else g * t.number(op.Where(op.Equal(t.step, 1.0), 1.0, 1.0 - dampening), p)
+        buffer = state.update("momentum", momentum * state("momentum") + fresh)
+        g = g + momentum * buffer if nesterov else buffer
+    return p - t.number(t.lr, p) * g
+
+
+@optimizer("adam")
+def adam(op, p, g, state, t, *, weight_decay=0.0, beta1=0.9, beta2=0.999, epsilon=1e-8):
+    """Adam (Kingma & Ba, arXiv 1412.6980, algorithm 1); weight decay as L2: g += λ·p
+
+    m = β1·m + (1-β1)·g;  v = β2·v + (1-β2)·g²;  p -= lr/(1-β1^t) · m / (√v/√(1-β2^t) + ε)
+    """
+    if weight_decay:
+        g = g + weight_decay * p
+    return p - _adam_step(op, p, g, state, t, beta1, beta2, epsilon)
+
+
+@optimizer("adamw")
+def adamw(op, p, g, state, t, *, weight_decay=0.01, beta1=0.9, beta2=0.999, epsilon=1e-8):
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101): Adam with decoupled weight decay, p *= 1 - lr·λ first"""
+    step = _adam_step(op, p, g, state, t, beta1, beta2, epsilon)
+    if weight_decay:
+        p = p * t.number(1.0 - t.lr * weight_decay, p)
+    return p - step
+
+
+def _adam_step(op, p, g, state, t, beta1, beta2, epsilon):
+    m = state.update("exp_avg", beta1 * state("exp_avg") + (1 - beta1) * g)
+    v = state.update("exp_avg_sq", beta2 * state("exp_avg_sq") + (1 - beta2) * (g * g))
+    correction = op.Sqrt(1.0 - op.Pow(op.const(beta2, like=t.step), t.step))
+    size = t.number(t.lr / (1.0 - op.Pow(op.const(beta1, like=t.step), t.step)), p)
+    return size * (m / (op.Sqrt(v) * t.number(1.0 / correction, p) + epsilon))
+
+
+@optimizer("lamb")
+def lamb(op, p, g, state, t, *, weight_decay=0.01, beta1=0.9, beta2=0.999, epsilon=1e-6):
+    """LAMB (You et al., arXiv 1904.00962, algorithm 2, φ the identity)
+
+    m, v as in Adam;  r = m̂ / (√v̂ + ε) + λ·p;  p -= lr · ‖p‖/‖r‖ · r, the ratio 1 where either norm is 0
+    """
+    m = state.update("exp_avg", beta1 * state("exp_avg") + (1 - beta1) * g)
+    v = state.update("exp_avg_sq", beta2 * state("exp_avg_sq") + (1 - beta2) * (g * g))
+    first = t.number(1.0 / (1.0 - op.Pow(op.const(beta1, like=t.step), t.step)), p)
+    second = t.number(1.0 / (1.0 - op.Pow(op.const(beta2, like=t.step), t.step)), p)
+    r = (m * first) / (op.Sqrt(v * second) + epsilon)
+    if weight_decay:
+        r = r + weight_decay * p
+    norm_p, norm_r = op.Sqrt(op.ReduceSumSquare(p, keepdims=0)), op.Sqrt(op.ReduceSumSquare(r, keepdims=0))
+    zero = op.const(0, like=p)
+    defined = op.And(op.Greater(norm_p, zero), op.Greater(norm_r, zero))
+    ratio = op.where(defined, norm_p / op.where(defined, norm_r, 1, like=p), 1, like=p)
+    return p - (t.number(t.lr, p) * ratio) * r
+
+
+# ---- the pass -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Scalars:
+    """The shared scalars, as one parameter sees them."""
+
+    op: Builder
+    step: ir.Value
+    lr: ir.Value
+
+    def number(self, scalar: ir.Value, like: ir.Value) -> ir.Value:
+        return self.op.cast(scalar, like)
+
+
+@dataclass
+class _State:
+    """The states of one parameter, made when they are first read."""
+
+    op: Builder
+    parameter: ir.Value
+    now: dict[str, ir.Value] = field(default_factory=dict)
+    new: dict[str, ir.Value] = field(default_factory=dict)
+
+    def __call__(self, slot: str) -> ir.Value:
+        if slot not in self.now:
+            value = _input(self.op, f"{self.parameter.name}.{slot}", self.parameter)
+            self.now[slot] = set_role(value, "state", of(self.parameter), slot)
+        return self.now[slot]
+
+    def update(self, slot: str, value: ir.Value) -> ir.Value:
+        self.new[slot] = value
+        return value
+
+
+@dataclass(frozen=True)
+class BuildOptimizer(Pass):
+    """Builds the graph that updates every trained parameter from its gradient."""
+
+    name = "optimizer"
+    after = ("gradients",)
+
+    def run(self, c: Compilation) -> None:
+        declared = checked_optimizer(c)
+        trained = {p.name: p for p in c.parameters if p.trainable}
+        if not trained:
+            return
+        model = new_graph("optimizer", c.target.opset, c.target.ir_version)
+        op = Builder(model.graph)
+        scalars = _scalars(op)
+        outputs: list[ir.Value] = []
+        for value in c.graph.inputs:
+            info = trained.get(of(value))
+            if info is not None and role(value) == "parameter":
+                outputs += _update(op, declared, c, info, value, scalars)
+        model.graph.outputs.extend(outputs)
+        CommonSubexpressionEliminationPass()(model)
+        c.graphs["optimizer"] = model
+
+
+def checked_optimizer(c: Compilation) -> Declared:
+    """The recipe's optimizer, its options checked against the declaration."""
+    chosen = c.recipe.optimizer
+    if chosen.name not in OPTIMIZERS:
+        raise RecipeError(f"optimizer: there is no optimizer {chosen.name!r}; there are {', '.join(OPTIMIZERS)}")
+    declared = OPTIMIZERS[chosen.name]
+    for option, value in chosen.options.items():
+        if option not in declared.options:
+            known = ", ".join(declared.options)
+            raise RecipeError(f"optimizer {chosen.name}: there is no option {option!r}; there are {known}")
+        wanted = type(declared.options[option])
+        if isinstance(value, bool) != (wanted is bool) or not isinstance(value, int | float):
+            raise RecipeError(f"optimizer {chosen.name}: {option} must be a {wanted.__name__}, not {value!r}")
+    return declared
+
+
+def _scalars(op: Builder) -> _Scalars:
+    step = ir.Value(name=op.names.fresh("step"), type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(()))
+    lr = ir.Value(name=op.names.fresh("lr"), type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(()))
+    for value, what in ((step, "step"), (lr, "lr")):
+        op.graph.inputs.append(set_role(value, "scalar", of=what))
+    with op.scope("scalars", **{"pass": "optimizer"}):
+        return _Scalars(op, op.Cast(step, to=_DOUBLE), op.Cast(lr, to=_DOUBLE))
+
+
+def _input(op: Builder, name: str, like: ir.Value) -> ir.Value:
+    value = ir.Value(name=op.names.fresh(name), type=like.type, shape=like.shape)
+    op.graph.inputs.append(value)
+    return value
+
+
+def _update(
+    op: Builder, declared: Declared, c: Compilation, info: ParameterInfo, source: ir.Value, scalars: _Scalars
+) -> list[ir.Value]:
+    """Append one parameter's update; returns the outputs."""
+    p = set_role(_input(op, info.name, source), "parameter", info.name)
+    g = set_role(_input(op, f"{info.name}.grad", source), "gradient", info.name)
+    options, lr_scale = _options(declared, c, info)
+    state = _State(op, p)
+    with op.scope(info.name, origin=info.name, rule=declared.name, **{"pass": "optimizer"}):
+        lr = scalars.lr if lr_scale == 1 else scalars.lr * lr_scale
+        updated = declared.function(op, p, g, state, _Scalars(op, scalars.step, lr), **options)
+    updated.name = op.names.fresh(f"{info.name}.new")
+    updated.shape = p.shape
+    for slot, value in state.new.items():
+        value.name = op.names.fresh(f"{info.name}.{slot}.new")
+        value.shape = p.shape
+        set_role(value, "state", info.name, slot)
+    return [set_role(updated, "parameter", info.name), *state.new.values()]
+
+
+def _options(declared: Declared, c: Compilation, info: ParameterInfo) -> tuple[dict[str, Any], float]:
+    """The optimizer's options for one parameter, and the factor on its learning rate."""
+    options = {**declared.options, **c.recipe.optimizer.options}
+    group = c.recipe.groups[info.group] if info.group is not None else None
+    if group is not None and group.weight_decay is not None:
+        options["weight_decay"] = group.weight_decay
+    elif len(info.shape) < 2 and not c.recipe.optimizer.decay_all:
+        options["weight_decay"] = 0.0
+    return {k: v if isinstance(v, bool) else float(v) for k, v in options.items()}, 1.0 if group is None else group.lr_scale

@@ -1,0 +1,175 @@
+"""Which weights train: the fate of every initialiser, and the reason that is shown to the user.
+
+Parameters and buffers become inputs of the training graph; their values go to the checkpoint. Everything else stays an
+initialiser and may be folded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from ortc.autodiff import reached
+from ortc.compiler import Compilation, Pass, matches, set_role
+from ortc.errors import ModelError, RecipeError
+from ortc.graph.shapes import FLOAT_TYPES, is_float
+from ortc.plan import ParameterInfo
+
+# Inputs that an operator updates while it trains, without a gradient: their initialisers are buffers.
+BUFFER_INPUTS = {"BatchNormalization": (3, 4)}
+
+# What PyTorch's dynamo exporter writes about each tensor of the exported program.
+TORCH_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+
+
+@dataclass(frozen=True)
+class ChooseParameters(Pass):
+    """Turns the weights and buffers of the model into graph inputs."""
+
+    name = "choose-parameters"
+    after = ("upgrade",)
+
+    def run(self, c: Compilation) -> None:
+        graph = c.graph
+        active = reached(graph, [v for v in graph.outputs if is_float(v)])
+        marked = any(TORCH_KIND in v.metadata_props for v in graph.initializers.values())
+        for value in list(graph.initializers.values()):
+            assert value.const_value is not None
+            why = _why_constant(value, value in active, marked, c.recipe.parameters.train)
+            is_buffer = _is_buffer(value)
+            if why is not None and not is_buffer:
+                c.constants.append((value.name or "", why))
+                continue
+            role = "buffer" if is_buffer else "parameter"
+            buffer_of_module = value.metadata_props.get(TORCH_KIND) == "BUFFER"
+            reason = "a buffer, not a parameter, of the PyTorch module it came from" if buffer_of_module else ""
+            _make_input(c, value, role)
+            c.parameters.append(
+                ParameterInfo(
+                    name=value.name or "",
+                    role=role,  # type: ignore[arg-type]
+                    dtype=_dtype_name(value.const_value.dtype),
+                    shape=[int(d) for d in value.const_value.shape],  # type: ignore[arg-type]
+                    trainable=role == "parameter" and not buffer_of_module,
+                    reason="a running statistic, updated in training" if is_buffer else reason,
+                )
+            )
+
+
+def _why_constant(value: ir.Value, active: bool, marked: bool, wanted: list[str]) -> str | None:
+    """The reason why an initialiser cannot be a parameter, or None."""
+    tensor = value.const_value
+    assert tensor is not None
+    if tensor.dtype not in FLOAT_TYPES:
+        return f"its elements are {_dtype_name(tensor.dtype)}, not floating point"
+    if not value.uses() and not value.is_graph_output():
+        return "nothing uses it"
+    if not active:
+        return "no gradient reaches it: only shapes, indices, bounds or other non-differentiable inputs read it"
+    if value.name in wanted:
+        return None
+    if len(tensor.shape) == 0:
+        return "a scalar constant (to train it, give its exact name to --train)"
+    if tensor.size == 1 and (value.metadata_props.get("ortc.constant_node") or (marked and TORCH_KIND not in value.metadata_props)):
+        return "a constant of the exporter (to train it, give its exact name to --train)"
+    return None
+
+
+def _is_buffer(value: ir.Value) -> bool:
+    uses = list(value.uses())
+    return bool(uses) and all(u.idx in BUFFER_INPUTS.get(u.node.op_type, ()) and not u.node.domain for u in uses)
+
+
+def _make_input(c: Compilation, value: ir.Value, role: str) -> None:
+    tensor = value.const_value
+    assert tensor is not None
+    c.graph.initializers.pop(value.name or "")
+    c.weights[value.name or ""] = tensor
+    value.dtype, value.shape = tensor.dtype, ir.Shape(tensor.shape)
+    value.const_value = None
+    c.graph.inputs.append(set_role(value, role, of=value.name))
+
+
+def _dtype_name(dtype: ir.DataType) -> str:
+    names = {"FLOAT": "float32", "DOUBLE": "float64", "BOOL": "bool"}
+    return names.get(dtype.name, dtype.name.lower())
+
+
+@dataclass(frozen=True)
+class DecideTraining(Pass):
+    """Decides which parameters train: those that the loss reaches, as the recipe's globs select."""
+
+    name = "decide-training"
+    after = ("choose-parameters", "loss")
+
+    def run(self, c: Compilation) -> None:
+        loss = c.graph.outputs[0]
+        active = reached(c.graph, [loss])
+        by_name = {v.name: v for v in c.graph.inputs}
+        chosen = c.recipe.parameters
+        c.parameters = [self._decide(c, p, by_name[p.name] in active) for p in c.parameters]
+        self._check_globs(c)
+        trainable = [p.name for p in c.parameters if p.trainable]
+        if not trainable and not c.recipe.wrt:
+            raise ModelError(_nothing_trains(c))
+        for name in c.recipe.wrt:
+            _check_wrt(c, name, by_name, active)
+        if chosen.train and not trainable:
+            raise RecipeError("parameters.train selects nothing that can train")
+
+    def _decide(self, c: Compilation, p: ParameterInfo, active: bool) -> ParameterInfo:
+        globs = c.recipe.parameters
+        update: dict[str, object] = {"group": _group(c, p.name)}
+        if p.role == "buffer":
+            return p
+        if not active:
+            update.update(trainable=False, reason="the loss does not depend on it")
+        elif matches(p.name, globs.freeze):
+            update.update(trainable=False, reason="frozen by the recipe")
+        elif p.name in globs.train:
+            update.update(trainable=True, reason="named by the recipe")
+        elif not p.trainable:
+            pass
+        elif globs.train and not matches(p.name, globs.train):
+            update.update(trainable=False, reason="not selected by the recipe")
+        else:
+            update.update(trainable=True, reason="the loss depends on it")
+        return p.model_copy(update=update)
+
+    def _check_globs(self, c: Compilation) -> None:
+        fates = {p.name: p.reason for p in c.parameters if not p.trainable} | dict(c.constants)
+        names = [p.name for p in c.parameters] + [name for name, _ in c.constants]
+        for field, globs in (("train", c.recipe.parameters.train), ("freeze", c.recipe.parameters.freeze)):
+            for glob in globs:
+                if not any(matches(name, [glob]) for name in names):
+                    raise RecipeError(f"parameters.{field}: nothing in the model is called {glob!r}")
+                if field == "train" and glob in fates and not matches(glob, c.recipe.parameters.freeze):
+                    raise RecipeError(f"parameters.train: {glob!r} cannot train: {fates[glob]}")
+
+
+def _group(c: Compilation, name: str) -> int | None:
+    return next((i for i, group in enumerate(c.recipe.groups) if matches(name, group.match)), None)
+
+
+def _check_wrt(c: Compilation, name: str, by_name: dict[str | None, ir.Value], active: dict[ir.Value, object]) -> None:
+    value = by_name.get(name)
+    if value is None or value.metadata_props.get("ortc.role") != "data":
+        data = [v.name for v in c.graph.inputs if v.metadata_props.get("ortc.role") == "data"]
+        raise RecipeError(f"wrt: {name!r} is not a data input of the model; there are {', '.join(map(str, data))}")
+    if not is_float(value):
+        assert value.dtype is not None
+        raise RecipeError(f"wrt: the input {name!r} holds {_dtype_name(value.dtype)}, which has no gradient")
+    if value not in active:
+        raise RecipeError(f"wrt: the loss does not depend on the input {name!r}")
+
+
+def _nothing_trains(c: Compilation) -> str:
+    reasons = [(p.name, p.reason) for p in c.parameters if not p.trainable] + c.constants
+    lines = ["the model has no trainable parameter."]
+    lines += [f"- {name}: {reason}" for name, reason in reasons[:12]]
+    if len(reasons) > 12:
+        lines.append(f"- … and {len(reasons) - 12} more")
+    if not any(p.role == "parameter" for p in c.parameters) and c.constants:
+        lines.append("An integer-only or quantised model cannot be trained; export it in floating point.")
+    return "\n".join(lines)

@@ -1,0 +1,97 @@
+"""The passes that are one call: normalisation, gradients, tidying."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
+
+from ortc.autodiff import build_gradients
+from ortc.compiler import Compilation, Pass, of, role, set_role
+from ortc.graph.builder import Builder
+from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
+
+
+@dataclass(frozen=True)
+class Prepare(Pass):
+    """Inlines functions, makes every weight an initialiser, gives every node and value a name."""
+
+    name = "prepare"
+
+    def run(self, c: Compilation) -> None:
+        from_constant_nodes = {n.outputs[0].name for n in c.graph if n.op_type == "Constant" and not n.domain}
+        c.model = prepare(c.model)
+        for name, value in c.graph.initializers.items():
+            if name in from_constant_nodes:
+                value.metadata_props["ortc.constant_node"] = "1"
+        for value in c.graph.outputs:
+            set_role(value, "output", of=value.name)
+
+
+@dataclass(frozen=True)
+class Upgrade(Pass):
+    """Brings the graph to the target's opset, the one form of each operator that the later passes know."""
+
+    name = "upgrade"
+    after = ("prepare",)
+
+    def run(self, c: Compilation) -> None:
+        c.model = convert_opset(c.model, c.target.opset)
+        c.model.ir_version = c.target.ir_version
+
+
+@dataclass(frozen=True)
+class Simplify(Pass):
+    """Folds constants (never a weight: those are inputs by now) and infers types and shapes."""
+
+    name = "simplify"
+    after = ("choose-parameters",)
+
+    def run(self, c: Compilation) -> None:
+        c.model = infer_shapes(fold(infer_shapes(c.model)))
+
+
+@dataclass(frozen=True)
+class Gradients(Pass):
+    """Appends the backward pass: the training graph's outputs are the loss, the gradients and the new buffers."""
+
+    name = "gradients"
+    after = ("training-form",)
+
+    def run(self, c: Compilation) -> None:
+        graph = c.graph
+        loss, *buffers = graph.outputs
+        trained = {p.name for p in c.parameters if p.trainable} | set(c.recipe.wrt)
+        wanted = [v for v in graph.inputs if of(v) in trained and role(v) in ("parameter", "data")]
+        gradients = build_gradients(graph, Builder(graph), loss, wanted)
+        graph.outputs.clear()
+        graph.outputs.append(loss)
+        graph.outputs.extend(set_role(gradients[v], "gradient", of=of(v)) for v in wanted)
+        graph.outputs.extend(buffers)
+        c.graphs["train"] = c.model
+
+
+@dataclass(frozen=True)
+class CleanUp(Pass):
+    """Merges equal subexpressions, drops dead nodes and what no longer feeds anything."""
+
+    name = "clean-up"
+    after = ("gradients",)
+
+    def run(self, c: Compilation) -> None:
+        for phase in ("train", "eval"):
+            model = c.graphs[phase]
+            CommonSubexpressionEliminationPass()(model)
+            RemoveUnusedNodesPass()(model)
+            drop_unused_inputs(model.graph)
+
+
+def drop_unused_inputs(graph: ir.Graph) -> None:
+    """Drop weights and constants that nothing reads; data and labels stay, so that a batch always fits."""
+    for value in list(graph.inputs):
+        if role(value) in ("parameter", "buffer") and not value.uses() and not value.is_graph_output():
+            graph.inputs.remove(value)
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output():
+            graph.initializers.pop(name)
