@@ -113,19 +113,28 @@ def load_recipe(path: str | Path) -> Recipe:
         RecipeError: if the file is missing, is not TOML, or a field is wrong.
     """
     try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot read the recipe {path}: {error}") from None
+    return parse_recipe_text(text, str(path))
+
+
+def parse_recipe_text(text: str, source: str = "recipe") -> Recipe:
+    """Validate TOML text as a recipe.
+
+    Raises:
+        RecipeError: if it is not TOML, or a field is wrong.
+    """
+    try:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10
         import tomli as tomllib  # type: ignore[no-redef,import-not-found,unused-ignore]
 
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"cannot read the recipe {path}: {error}") from None
-    try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"{path} is not valid TOML: {error}") from None
-    return parse_recipe(data, str(path))
+        raise RecipeError(f"{source} is not valid TOML: {error}") from None
+    return parse_recipe(data, source)
 
 
 def dump_recipe(recipe: Recipe) -> str:
