@@ -145,7 +145,7 @@ def _distinct(op: Builder, gradients: dict[ir.Value, ir.Value]) -> dict[ir.Value
     for value, gradient in gradients.items():
         if gradient in taken or gradient.producer() is None:
             with op.scope(f"{value.name}.grad", origin=value.name or "", **{"pass": "gradients"}):
-                gradient = op.Identity(gradient, _like=value)
+                gradient = op.copy(gradient, like=value)
                 gradient.name = op.names.fresh(f"{value.name}.grad")
             gradients[value] = gradient
         taken.add(gradient)

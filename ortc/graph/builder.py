@@ -219,6 +219,10 @@ class Builder:
         """Ones of the type and shape of ``x``."""
         return self.expand_like(self.const(1, like=x), x)
 
+    def copy(self, x: ir.Value, like: ir.Value) -> ir.Value:
+        """A value of its own that equals ``x``, with the type and shape of ``like``."""
+        return self.Identity(x, _like=like)
+
     def where(self, condition: ir.Value, x: Operand, y: Operand, like: ir.Value) -> ir.Value:
         """``x`` where the condition holds, else ``y``; numbers take the type of ``like``."""
         x, y = (v if isinstance(v, ir.Value) else self.const(v, like=like) for v in (x, y))
