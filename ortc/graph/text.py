@@ -1,14 +1,14 @@
 """A model as ONNX text in one canonical form, so that a review reads a small diff.
 
-The printer of the ``onnx`` package is not used: its floats lose digits, it drops metadata, it prints weights in full, and
-its output differs between releases. Here
+The printer of the ``onnx`` package is not used: its floats lose digits, it drops metadata, it prints weights in full,
+and its output differs between releases. Here
 
 - each input, output, initialiser and node has a line of its own, initialisers sorted by name;
 - the type and shape of each node's outputs, and the metadata whose keys start with ``ortc.``, follow as a comment:
   ``y = Relu (x)  # float[N,4] pass=gradients``;
 - floats have the fewest digits that read back as the same number;
-- a tensor of more than eight elements, or of a type that ONNX text cannot spell, is its hash in the place of an external
-  file's name: ``["location": "sha256:…"]``; a short one of such a type has its values in the comment;
+- a tensor of more than eight elements, or of a type that ONNX text cannot spell, is its hash in the place of an
+  external file's name: ``["location": "sha256:…"]``; a short one of such a type has its values in the comment;
 - a node's name is printed only where it is not the name of its first output.
 
 ``onnx.parser`` reads the text back, except where a node's attribute holds such a hash.
@@ -66,7 +66,7 @@ def _graph(graph: ir.Graph) -> list[str]:
 
 def _function(function: ir.Function) -> list[str]:
     lines = [f'<domain: "{function.domain}", opset_import: {_opsets(function.opset_imports)}>']
-    attributes = [_attribute(a) if a.value is not None else a.name for a in function.attributes.values()]
+    attributes = [_attribute(a) if a.value is not None else name for name, a in sorted(function.attributes.items())]
     signature = f"<{', '.join(attributes)}> " if attributes else ""
     arguments, results = (", ".join(_name(v.name) for v in side) for side in (function.inputs, function.outputs))
     return [*lines, f"{_name(function.name)} {signature}({arguments}) => ({results})", "{", *_nodes(function), "}"]
@@ -158,7 +158,9 @@ def _tensor_type(tensor: ir.TensorProtocol) -> str:
 
 def _type_text(kind: ir.TypeProtocol, shape: Sequence[int | str | None] | None) -> str:
     """``float[N,3]``; a scalar is ``float``, an unknown rank ``float[]``, an unknown dimension ``?``."""
-    wrapper = {ir.SequenceType: "seq", ir.OptionalType: "optional", ir.SparseTensorType: "sparse_tensor"}.get(type(kind))
+    wrapper = {ir.SequenceType: "seq", ir.OptionalType: "optional", ir.SparseTensorType: "sparse_tensor"}.get(
+        type(kind)
+    )
     if wrapper in ("seq", "optional"):
         return f"{wrapper}({_type_text(kind.elem_type, shape)})"  # type: ignore[arg-type]
     element = ir.DataType(kind.dtype).name.lower()
