@@ -92,9 +92,8 @@ def _compiled(model: str | Path | ir.Model, recipe: Recipe | Mapping[str, Any] |
 
     if not isinstance(recipe, Recipe):
         recipe = parse_recipe(dict(recipe or {}))
-    if isinstance(model, str | Path):
-        model = load_model(model)
-    return {f"{phase}.onnx": graph_text(graph) for phase, graph in compiled_graphs(model, recipe).items()}
+    loaded = load_model(model) if isinstance(model, str | Path) else model
+    return {f"{phase}.onnx": graph_text(graph) for phase, graph in compiled_graphs(loaded, recipe).items()}
 
 
 def _check(path: Path, text: str, actual: Mapping[str, str], update: bool) -> None:

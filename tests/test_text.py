@@ -32,7 +32,7 @@ EVERYTHING = """\
 >
 {
    ["first node"] g0 = Clip ("x/1:0", "", scalar)
-   g, second = com.microsoft.Thing <name: string = "a \\"b\\" \\\\", rates: floats = [0.1, 1e-05], sizes: ints = []> (g0)
+   g, second = com.microsoft.Thing <name: string = "a \\"b\\"\\\\", rates: floats = [0.1, 1e-05], sizes: ints = []> (g0)
    c = Constant <value: tensor = int64[2] {1, -2}> ()
    y = If <else_branch: graph = otherwise (
    ) => (
