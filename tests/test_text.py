@@ -140,7 +140,8 @@ def test_the_order_of_initialisers_does_not_matter():
     assert text_of(model_with(a=a, b=b)) == text_of(model_with(b=b, a=a))
 
 
-@given(st.floats(width=32), st.floats(width=64))
+# Without subnormal numbers: the parser of onnx 1.20 refuses them.
+@given(st.floats(width=32, allow_subnormal=False), st.floats(width=64, allow_subnormal=False))
 def test_floats_read_back_as_the_same_number(single: float, double: float):
     tensors = {"s": numpy_helper.from_array(np.float32(single)), "d": numpy_helper.from_array(np.float64(double))}
     read = onnx.parser.parse_model(text_of(model_with(**tensors)))
