@@ -1,0 +1,118 @@
+"""Makes optimizers.npz and optimizers.json, trajectories by PyTorch: ``pip install torch numpy && python make_optimizers.py``.
+
+Keys of the ``.npz``, for each setting and parameter: ``<setting>/init/<p>`` float32, ``<setting>/grad/<p>`` float32
+[20, ...], ``<setting>/after/<p>`` float64 [20, ...], and ``<setting>/lr`` float64 [20]. The trajectories are PyTorch's
+in float64, from the float32 inputs; the JSON says how far PyTorch's own float32 run is from them. Every hyperparameter
+holds for every parameter, weight decay included.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+FOLDER = Path(__file__).parent
+SHAPES = {"w": (4, 3), "b": (5,), "k": (2, 3, 2)}
+STEPS = 20
+
+CONSTANT = [1e-2] * STEPS
+WARMUP_AND_DECAY = [1e-2 * min((i + 1) / 5, (STEPS - i) / 15) for i in range(STEPS)]
+
+
+def setting(name: str, lr: list[float] = CONSTANT, zero: tuple[str, ...] = (), **options: Any) -> dict[str, Any]:
+    return {"optimizer": name, "lr": lr, "zero": zero, "options": options}
+
+
+SETTINGS = {
+    "adamw": setting("adamw", weight_decay=0.01, beta1=0.9, beta2=0.999, epsilon=1e-8),
+    "adamw_schedule": setting("adamw", WARMUP_AND_DECAY, weight_decay=0.1, beta1=0.8, beta2=0.95, epsilon=1e-6),
+    "adam": setting("adam", weight_decay=0.0, beta1=0.9, beta2=0.999, epsilon=1e-8),
+    "adam_l2": setting("adam", weight_decay=0.05, beta1=0.9, beta2=0.999, epsilon=1e-8),
+    "sgd": setting("sgd"),
+    "sgd_momentum": setting("sgd", momentum=0.9),
+    "sgd_nesterov": setting("sgd", momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd_dampening": setting("sgd", momentum=0.9, dampening=0.1),
+    "lamb": setting("lamb", zero=("b",), weight_decay=0.01, beta1=0.9, beta2=0.999, epsilon=1e-6),
+}
+
+Arrays = dict[str, np.ndarray]
+
+
+def by_torch(case: dict[str, Any], init: Arrays, grads: Arrays, dtype: torch.dtype) -> Arrays:
+    """The parameters after each step of PyTorch's optimizer."""
+    options = dict(case["options"])
+    if "beta1" in options:
+        options |= {"betas": (options.pop("beta1"), options.pop("beta2")), "eps": options.pop("epsilon")}
+    parameters = {p: torch.nn.Parameter(torch.tensor(a, dtype=dtype)) for p, a in init.items()}
+    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[case["optimizer"]]
+    optimizer = kind(parameters.values(), lr=case["lr"][0], **options)
+    after: dict[str, list[np.ndarray]] = {p: [] for p in init}
+    for i, lr in enumerate(case["lr"]):
+        optimizer.param_groups[0]["lr"] = lr
+        for p, parameter in parameters.items():
+            parameter.grad = torch.tensor(grads[p][i], dtype=dtype)
+        optimizer.step()
+        for p, parameter in parameters.items():
+            after[p].append(parameter.detach().numpy().copy())
+    return {p: np.stack(steps) for p, steps in after.items()}
+
+
+def by_the_lamb_paper(case: dict[str, Any], init: Arrays, grads: Arrays) -> Arrays:
+    """LAMB is not in PyTorch: an independent transcription of You et al. 2019, arXiv:1904.00962, algorithm 2.
+
+    phi is the identity; the ratio of norms is 1 where either norm is zero. float64.
+    """
+    b1, b2, eps, decay = (case["options"][k] for k in ("beta1", "beta2", "epsilon", "weight_decay"))
+    after: Arrays = {}
+    for p, start in init.items():
+        x = start.astype(np.float64)
+        m, v = np.zeros_like(x), np.zeros_like(x)
+        steps = []
+        for t, (lr, g) in enumerate(zip(case["lr"], grads[p].astype(np.float64), strict=True), start=1):
+            m = b1 * m + (1 - b1) * g
+            v = b2 * v + (1 - b2) * g**2
+            r = (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
+            update = r + decay * x
+            norms = np.linalg.norm(x), np.linalg.norm(update)
+            x = x - lr * (norms[0] / norms[1] if all(norms) else 1.0) * update
+            steps.append(x)
+        after[p] = np.stack(steps)
+    return after
+
+
+def make() -> None:
+    arrays: Arrays = {}
+    described: dict[str, Any] = {}
+    for seed, (name, case) in enumerate(SETTINGS.items()):
+        rng = np.random.default_rng(seed)
+        init = {p: rng.standard_normal(shape).astype(np.float32) for p, shape in SHAPES.items()}
+        init |= {p: np.zeros(SHAPES[p], np.float32) for p in case["zero"]}
+        grads = {p: rng.standard_normal((STEPS, *shape)).astype(np.float32) for p, shape in SHAPES.items()}
+        trajectory: Callable[..., Arrays] = by_the_lamb_paper if case["optimizer"] == "lamb" else by_torch
+        source: dict[str, Any]
+        if trajectory is by_torch:
+            after = by_torch(case, init, grads, torch.float64)
+            single = by_torch(case, init, grads, torch.float32)
+            source = {
+                "source": f"PyTorch {torch.__version__}, float64",
+                "float32_differs_by": max(float(np.abs(single[p] - after[p]).max()) for p in init),
+            }
+        else:
+            after = by_the_lamb_paper(case, init, grads)
+            source = {"source": "arXiv:1904.00962, algorithm 2, transcribed in NumPy, float64"}
+        arrays[f"{name}/lr"] = np.array(case["lr"], np.float64)
+        for p in init:
+            arrays |= {f"{name}/init/{p}": init[p], f"{name}/grad/{p}": grads[p], f"{name}/after/{p}": after[p]}
+        described[name] = {"optimizer": case["optimizer"], "options": case["options"], "parameters": list(init), **source}
+    np.savez_compressed(FOLDER / "optimizers.npz", **arrays)  # type: ignore[arg-type]
+    (FOLDER / "optimizers.json").write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    make()
