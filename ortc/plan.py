@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ortc.errors import PlanError
 from ortc.recipe import Recipe, describe_location
 
-PLAN_VERSION = 1
+PLAN_VERSION: Final = 1
 
 Role = Literal[
     "data",  # fed by the user, from the batch

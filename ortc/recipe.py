@@ -8,13 +8,13 @@ Options of a loss or an optimizer are not listed here: they are the keyword para
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ortc.errors import RecipeError
 
-RECIPE_VERSION = 1
+RECIPE_VERSION: Final = 1
 
 
 class _Table(BaseModel):

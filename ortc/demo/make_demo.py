@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -63,7 +64,7 @@ def make_model() -> None:
         weight = he(f"{layer}.weight", size, size_in)
         return node("Gemm", [source, weight, filled(f"{layer}.bias", 0, size)], layer, transB=1)
 
-    def node(op_type: str, inputs: list[str], output: str, **attributes: object) -> onnx.NodeProto:
+    def node(op_type: str, inputs: list[str], output: str, **attributes: Any) -> onnx.NodeProto:
         return helper.make_node(op_type, inputs, [output], name=output, **attributes)
 
     nodes = [

@@ -104,14 +104,14 @@ class NodeInference:
         for value in node.inputs:
             if value is None or value.type is None:
                 continue
-            types[value.name] = _type_proto(value)
+            types[value.name or ""] = _type_proto(value)
             array = constant(value)
             if array is not None:
-                data[value.name] = onnx.numpy_helper.from_array(array)
+                data[value.name or ""] = onnx.numpy_helper.from_array(array)
         inferred = shape_inference.infer_node_outputs(
             schema, ir.to_proto(node), types, data, opset_imports=self._imports, ir_version=10
         )
-        return [_from_proto(inferred.get(v.name)) for v in node.outputs]
+        return [_from_proto(inferred.get(v.name or "")) for v in node.outputs]
 
 
 def _type_proto(value: ir.Value) -> onnx.TypeProto:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,7 +108,7 @@ def _attribute(attribute: ir.Attr) -> str:
 
 def _attribute_value(attribute: ir.Attr) -> str:
     value: Any = attribute.value
-    spell = {
+    spell: dict[ir.AttributeType, Callable[[Any], str]] = {
         _Attribute.FLOAT: lambda v: str(np.float32(v)),
         _Attribute.INT: str,
         _Attribute.STRING: _quoted,
@@ -153,7 +153,7 @@ def _type(value: ir.Value) -> str:
 
 
 def _tensor_type(tensor: ir.TensorProtocol) -> str:
-    return _type_text(ir.TensorType(tensor.dtype), tuple(int(d) for d in tensor.shape))
+    return _type_text(ir.TensorType(tensor.dtype), tensor.shape.numpy())
 
 
 def _type_text(kind: ir.TypeProtocol, shape: Sequence[int | str | None] | None) -> str:
