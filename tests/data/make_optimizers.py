@@ -1,4 +1,6 @@
-"""Makes optimizers.npz and optimizers.json, trajectories by PyTorch: ``pip install torch numpy && python make_optimizers.py``.
+"""Makes optimizers.npz and optimizers.json, trajectories by PyTorch.
+
+    pip install torch numpy && python make_optimizers.py
 
 Keys of the ``.npz``, for each setting and parameter: ``<setting>/init/<p>`` float32, ``<setting>/grad/<p>`` float32
 [20, ...], ``<setting>/after/<p>`` float64 [20, ...], and ``<setting>/lr`` float64 [20]. The trajectories are PyTorch's
@@ -108,7 +110,12 @@ def make() -> None:
         arrays[f"{name}/lr"] = np.array(case["lr"], np.float64)
         for p in init:
             arrays |= {f"{name}/init/{p}": init[p], f"{name}/grad/{p}": grads[p], f"{name}/after/{p}": after[p]}
-        described[name] = {"optimizer": case["optimizer"], "options": case["options"], "parameters": list(init), **source}
+        described[name] = {
+            "optimizer": case["optimizer"],
+            "options": case["options"],
+            "parameters": list(init),
+            **source,
+        }
     np.savez_compressed(FOLDER / "optimizers.npz", **arrays)  # type: ignore[arg-type]
     (FOLDER / "optimizers.json").write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
 
