@@ -191,6 +191,21 @@ class Builder:
         count = self.ReduceProd(self.Gather(self.shape(x), along), keepdims=0)
         return self.cast(count, x if like is None else like)
 
+    def dim(self, x: ir.Value, *axes: int) -> int | ir.Value:
+        """The product of the dimensions of ``x`` along ``axes``: an int if known, else an int64 vector of one element."""
+        known = [self.dims(x)[a] for a in axes]
+        if all(isinstance(d, int) for d in known):
+            return int(np.prod(known, dtype=np.int64))  # type: ignore[arg-type]
+        sizes = self.Gather(self.shape(x), list(axes))
+        return sizes if len(axes) == 1 else self.ReduceProd(sizes, keepdims=1)
+
+    def vector(self, *parts: int | ir.Value) -> ir.Value:
+        """Numbers and int64 vectors as one int64 vector: a constant if all are numbers."""
+        if all(isinstance(p, int) for p in parts):
+            return self.const(np.asarray(parts, dtype=np.int64))
+        vectors = [self.const(np.asarray([p], np.int64)) if isinstance(p, int) else p for p in parts]
+        return vectors[0] if len(vectors) == 1 else self.Concat(*vectors, axis=0)
+
     def cast(self, x: ir.Value, like: ir.Value) -> ir.Value:
         """``x`` with the element type of ``like``."""
         return x if x.dtype == like.dtype else self.Cast(x, to=int(like.dtype or 1))
@@ -199,7 +214,8 @@ class Builder:
         """``x`` in the shape of ``like`` (the same number of elements)."""
         if dims(x) is not None and dims(x) == dims(like) and None not in self.dims(x):
             return x
-        out = self.Reshape(x, self.shape(like))
+        known = static(like)
+        out = self.Reshape(x, self.shape(like), allowzero=None if known is not None and 0 not in known else 1)
         out.shape = like.shape
         return out
 
@@ -269,9 +285,10 @@ class Builder:
             ones = self.const(np.ones(self.rank(g) - self.rank(x), np.int64))
         padded = self.Concat(ones, want, axis=0)
         repeated = self.And(self.Equal(padded, 1), self.Not(self.Equal(have, 1)))
-        axes = self.Reshape(self.NonZero(repeated), [-1])
-        summed = self.ReduceSum(g, axes, keepdims=1, noop_with_empty_axes=1)
-        out = self.Reshape(summed, want)
+        # One more axis in front that is always summed: ONNX Runtime sums an empty tensor over all axes if none is given.
+        axes = self.Reshape(self.NonZero(self.Concat(np.ones(1, np.bool_), repeated, axis=0)), [-1])
+        summed = self.ReduceSum(self.Unsqueeze(g, [0]), axes, keepdims=1)
+        out = self.Reshape(summed, want, allowzero=1)
         out.shape = x.shape
         return out
 
