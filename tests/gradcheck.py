@@ -43,7 +43,19 @@ class Gelu(OpRun):
         return (0.5 * x * (1 + np.vectorize(math.erf, otypes=[np.float64])(x / math.sqrt(2))),)
 
 
-REPLACED = [Erf, Gelu]
+class Pad(OpRun):
+    """ONNX's reference knows no negative pads, which cut."""
+
+    def _run(self, data, pads, value=None, axes=None, mode="constant"):  # type: ignore[no-untyped-def]
+        widths = np.zeros((data.ndim, 2), np.int64)
+        widths[range(data.ndim) if axes is None else axes] = np.reshape(pads, (2, -1)).T
+        fill = {"constant_values": 0 if value is None else value} if mode == "constant" else {}
+        grown = np.pad(data, np.maximum(widths, 0), mode=mode, **fill)
+        ends = [(max(-a, 0), n - max(-b, 0)) for (a, b), n in zip(widths, grown.shape, strict=True)]
+        return (grown[tuple(slice(a, b) for a, b in ends)],)
+
+
+REPLACED = [Erf, Gelu, Pad]
 
 
 def check_sample(key: OpKey, sample: Mapping[str, Any]) -> None:
@@ -100,20 +112,24 @@ def instantiate(rule: GradientRule, sample: Mapping[str, Any]) -> tuple[dict[str
     if isinstance(outputs, int):
         outputs = [f"out{i}" for i in range(outputs)]
     node = helper.make_node(rule.key[1], names, outputs, name="node", domain=rule.key[0], **attributes)
-    node.doc_string = sample.get("_constants", "")
+    node.doc_string = " ".join([sample.get("_constants", ""), *(f"+{n}" for n in sample.get("_inputs", "").split())])
     return arrays, node
 
 
 def node_model(
     node: onnx.NodeProto, arrays: Mapping[str, np.ndarray], dtype: Any, symbolic: bool = False
 ) -> onnx.ModelProto:
-    """A model of the one node; integer and boolean inputs are constants, as they mostly are in real models."""
+    """A model of the one node; integer and boolean inputs are constants, as they mostly are in real models.
+
+    ``_constants`` of a sample names float inputs that are constants too, ``_inputs`` the others that are fed.
+    """
     inputs, constants = [], []
-    constants_too = node.doc_string.split()
+    notes = node.doc_string.split()
     for name, array in arrays.items():
-        if array.dtype.kind == "f" and name not in constants_too:
-            shape = [f"{name}_{i}" for i in range(array.ndim)] if symbolic else array.shape
-            inputs.append(helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape))
+        if array.dtype.kind == "f" and name not in notes or f"+{name}" in notes:
+            fed = np.dtype(dtype) if array.dtype.kind == "f" else array.dtype
+            shape = [f"{name}_{i}" for i in range(array.ndim)] if symbolic and fed == dtype else array.shape
+            inputs.append(helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(fed), shape))
         else:
             stored = array.astype(dtype) if array.dtype.kind == "f" else array
             constants.append(onnx.numpy_helper.from_array(stored, name))
@@ -160,7 +176,7 @@ def _random(name: str, shape: Any) -> np.ndarray:
 
 
 def _reference(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    feeds = {i.name: arrays[i.name].astype(np.float64) for i in model.graph.input}
+    feeds = {i.name: _floats(arrays[i.name], np.float64) for i in model.graph.input}
     return [np.asarray(y) for y in ReferenceEvaluator(model, new_ops=REPLACED).run(None, feeds)]
 
 
@@ -171,7 +187,11 @@ def _runtime(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray]) -> list[n
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     names = {i.name for i in session.get_inputs()}
-    return session.run(None, {k: v.astype(np.float32) for k, v in arrays.items() if k in names})
+    return session.run(None, {k: _floats(v, np.float32) for k, v in arrays.items() if k in names})
+
+
+def _floats(array: np.ndarray, dtype: Any) -> np.ndarray:
+    return array.astype(dtype) if array.dtype.kind == "f" else array
 
 
 def _directional(
