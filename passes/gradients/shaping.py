@@ -1,0 +1,268 @@
+"""Operators that move, repeat, cut and join without computing, and those whose outputs depend smoothly on nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ortc.rules import gradient, no_gradient
+
+no_gradient(
+    *("Constant", "ConstantOfShape", "EyeLike", "Range", "Shape", "Size", "NonZero", "Unique", "NonMaxSuppression"),
+    *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"),
+    *("HannWindow", "HammingWindow", "BlackmanWindow", "MelWeightMatrix"),
+    *("StringNormalizer", "StringConcat", "StringSplit", "RegexFullMatch", "TfIdfVectorizer", "ImageDecoder"),
+    *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "ConvInteger", "MatMulInteger"),
+    *("QLinearConv", "QLinearMatMul"),
+    *("OptionalHasElement", "SequenceLength"),
+)
+
+_END = np.iinfo(np.int64).max
+
+
+@gradient(
+    "Reshape",
+    wrt="data",
+    samples=(
+        {"data": (2, 3, 4), "shape": np.array([4, 6])},
+        {"data": (), "shape": np.array([1, 1])},
+        {"data": (2, 0), "shape": np.array([0, 2, 3]), "allowzero": 1},
+    ),
+)
+def reshape(op, data, dreshaped):
+    """Back to the shape of X"""
+    return op.reshape_like(dreshaped, data)
+
+
+@gradient("Flatten", samples=({"input": (2, 3, 4)}, {"input": (2, 3, 4), "axis": -1}, {"input": (), "axis": 0}))
+def flatten(op, input, doutput):
+    """Back to the shape of X"""
+    return op.reshape_like(doutput, input)
+
+
+@gradient("Transpose", samples=({"data": (2, 3, 4), "perm": [2, 0, 1]}, {"data": (2, 3)}, {"data": ()}))
+def transpose(op, dtransposed, *, perm=None):
+    """dX = dY under the inverse permutation"""
+    return op.Transpose(dtransposed, perm=None if perm is None else np.argsort(perm))
+
+
+@gradient(
+    "Squeeze",
+    wrt="data",
+    samples=({"data": (1, 3, 1), "axes": np.array([-1])}, {"data": (1, 3, 1), "axes": np.array([0, 2])}),
+)
+def squeeze(op, data, axes, dsqueezed):
+    """The axes are put back."""
+    return op.reshape_like(dsqueezed, data) if axes is None else op.Unsqueeze(dsqueezed, axes)
+
+
+@gradient("Unsqueeze", wrt="data", samples=({"data": (2, 3), "axes": np.array([0, -1])}, {"data": (), "axes": np.array([0])}))
+def unsqueeze(op, axes, dexpanded):
+    """The axes go again."""
+    return op.Squeeze(dexpanded, axes)
+
+
+@gradient(
+    "Expand",
+    wrt="input",
+    samples=({"input": (3, 1), "shape": np.array([2, 1, 4])}, {"input": (), "shape": np.array([2])}),
+)
+def expand(op, doutput):
+    """dX = dY, summed over what was repeated (by the engine)"""
+    return doutput
+
+
+@gradient(
+    "Concat",
+    samples=({"inputs": [(2, 3), (2, 1), (2, 0)], "axis": -1}, {"inputs": [(2, 3), (4, 3)], "axis": 0}),
+)
+def concat(op, inputs, dconcat_result, *, axis):
+    """Each input gets its own part of dY, cut out on its own so that an unneeded one costs nothing."""
+    [axis] = op.axes(dconcat_result, axis)
+    parts, start = [], 0
+    for x in inputs:
+        end = _plus(op, start, op.dim(x, axis))
+        parts.append(op.Slice(dconcat_result, op.vector(start), op.vector(end), [axis]))
+        start = end
+    return parts if len(parts) > 1 else [dconcat_result]
+
+
+def _plus(op, a, b):
+    """The sum of numbers and int64 vectors of one element."""
+    return a + b if isinstance(a, int) and isinstance(b, int) else op.Add(op.vector(a), op.vector(b))
+
+
+@gradient(
+    "Split",
+    wrt="input",
+    samples=(
+        {"input": (2, 6), "split": np.array([1, 2, 3]), "axis": -1, "_outputs": 3},
+        {"input": (7, 2), "num_outputs": 3, "_outputs": 3},
+        {"input": (6, 2), "num_outputs": 2, "_outputs": 2},
+        {"input": (4,), "split": np.array([4])},
+    ),
+)
+def split(op, outputs, doutputs, *, axis=0, num_outputs=None):
+    """The parts joined again; zeros where no gradient arrives"""
+    parts = [op.zeros_like(y) if d is None else d for y, d in zip(outputs, doutputs, strict=True)]
+    return op.Concat(*parts, axis=axis) if len(parts) > 1 else parts[0]
+
+
+@gradient(
+    "Slice",
+    wrt="data",
+    samples=(
+        {"data": (5, 4), "starts": np.array([1]), "ends": np.array([3])},
+        {"data": (5, 4), "starts": np.array([-3, 1]), "ends": np.array([_END, -1]), "axes": np.array([0, -1])},
+        {"data": (7, 8), "starts": np.array([1, 0]), "ends": np.array([6, _END]), "steps": np.array([2, 3])}
+        | {"axes": np.array([0, 1])},
+        {"data": (7, 3), "starts": np.array([-1]), "ends": np.array([-_END]), "axes": np.array([0]), "steps": np.array([-1])},
+        {"data": (7, 3), "starts": np.array([5]), "ends": np.array([0]), "axes": np.array([0]), "steps": np.array([-2])},
+        {"data": (3, 3), "starts": np.array([2]), "ends": np.array([1])},
+        {"data": (7, 6), "starts": np.array([-1]), "ends": np.array([1]), "axes": np.array([0]), "_inputs": "starts ends"},
+        {"data": (7, 6), "starts": np.array([6]), "ends": np.array([1]), "axes": np.array([0]), "steps": np.array([-2])}
+        | {"_inputs": "starts ends"},
+        {"data": (7, 6), "starts": np.array([6]), "ends": np.array([1]), "axes": np.array([0]), "steps": np.array([-2])}
+        | {"_inputs": "starts ends steps"},
+    ),
+)
+def slice_(op, data, starts, ends, axes, steps, doutput):
+    """dY in the place that it was cut from, among zeros
+
+    A step s is undone by s - 1 zeros after each element; a negative one by reversing first. Then zeros (or, where the
+    last step overshoots, cuts) on both sides restore the size.
+    """
+    known_axes, known_steps = op.constant(axes), op.constant(steps)
+    if (axes is not None and known_axes is None) or (steps is not None and known_steps is None):
+        return _put_back(op, data, op.Slice(_positions(op, data), starts, ends, axes, steps), doutput)
+    if known_axes is None:
+        known_axes = np.arange(op.dims(starts)[0])
+    along = op.axes(data, known_axes)
+    stride = np.ones(len(along), np.int64) if known_steps is None else known_steps.astype(np.int64)
+    first, last = _bounds(op, data, starts, doutput, along, stride)
+    backwards = [a for a, s in zip(along, stride, strict=True) if s < 0]
+    if backwards:
+        n = len(backwards)
+        doutput = op.Slice(doutput, [-1] * n, [-_END] * n, backwards, [-1] * n)
+    sparse = {a: abs(int(s)) for a, s in zip(along, stride, strict=True) if abs(s) > 1}
+    if sparse:
+        doutput = _dilate(op, doutput, sparse)
+    return op.Pad(doutput, op.vector(first, last), None, along)
+
+
+def _bounds(op, data, starts, doutput, along, stride):
+    """How many zeros go before and after dY (its elements ``stride`` apart) along each axis, as int64 vectors."""
+    size, count = (_sizes(op, x, along) for x in (data, doutput))
+    reach = count * np.abs(stride) if isinstance(count, np.ndarray) else op.Mul(count, np.abs(stride))
+    start = op.constant(starts)
+    if start is not None and isinstance(size, np.ndarray) and isinstance(count, np.ndarray):
+        start = np.clip(np.where(start < 0, start + size, start), 0, np.where(stride < 0, size - 1, size))
+        first = np.clip(np.where(stride < 0, start + stride * (count - 1), start), 0, size)
+        return op.const(first), op.const(size - first - reach)
+    size, count, reach = (op.const(v) if isinstance(v, np.ndarray) else v for v in (size, count, reach))
+    start = op.Cast(starts, to=7) if starts.dtype != size.dtype else starts
+    start = op.Where(op.Less(start, 0), start + size, start)
+    first = op.Max(op.Min(start, size - (stride < 0).astype(np.int64)), op.const(0))
+    if (stride < 0).any():
+        first = op.Min(first + op.Mul(count - 1, np.minimum(stride, 0)), size)
+    return first, size - first - reach
+
+
+def _sizes(op, x, axes):
+    """The dimensions along ``axes``: an array if known, else an int64 vector."""
+    known = [op.dims(x)[a] for a in axes]
+    return np.array(known, np.int64) if all(isinstance(d, int) for d in known) else op.Gather(op.shape(x), axes)
+
+
+def _dilate(op, x, steps):
+    """``steps[a] - 1`` zeros after each element along every axis ``a`` of ``steps``."""
+    new = [a + i + 1 for i, a in enumerate(sorted(steps))]
+    gaps = [steps[a] - 1 for a in sorted(steps)]
+    apart = op.Pad(op.Unsqueeze(x, new), [0] * len(new) + gaps, None, new)
+    merged = [_times(op, op.dim(x, a), steps.get(a, 1)) for a in range(op.rank(x))]
+    return op.Reshape(apart, op.vector(*merged), allowzero=1)
+
+
+def _times(op, size, factor):
+    return size * factor if isinstance(size, int) or factor == 1 else op.Mul(size, [factor])
+
+
+def _positions(op, data):
+    """The row-major number of every element, in the shape of ``data``."""
+    numbers = op.Range(op.const(0), op.Size(data), op.const(1))
+    return op.Reshape(numbers, op.shape(data), allowzero=1)
+
+
+def _put_back(op, data, positions, gradient):
+    """Zeros like ``data`` with the gradient added at the row-major positions."""
+    zeros = op.Expand(op.const(0, like=data), op.Reshape(op.Size(data), [1]))
+    flat = (op.Reshape(x, [-1]) for x in (positions, gradient))
+    return op.reshape_like(op.ScatterElements(zeros, *flat, axis=0, reduction="add"), data)
+
+
+_PADS = np.array([1, 0, 2, 2])
+
+
+@gradient(
+    "Pad",
+    wrt="data constant_value",
+    samples=(
+        {"data": (3, 4), "pads": _PADS},
+        {"data": (3, 4), "pads": np.array([-1, 2, 0, -1]), "constant_value": ()},
+        {"data": (3, 4), "pads": np.array([1, 2]), "axes": np.array([-1])},
+        {"data": (3, 4), "pads": np.array([1, 2]), "axes": np.array([-1]), "mode": "reflect"},
+        *({"data": (3, 4), "pads": _PADS, "mode": mode} for mode in ("reflect", "edge", "wrap")),
+        {"data": (3, 4), "pads": _PADS, "mode": "edge", "_inputs": "pads"},
+        {"data": (3, 4), "pads": _PADS, "_inputs": "pads"},
+    ),
+)
+def pad(op, data, pads, constant_value, axes, doutput, *, mode="constant"):
+    """Constant: dX = dY cut to X, dvalue = the sum of the rest. Otherwise each element goes to where it was read."""
+    if mode != "constant":
+        return _put_back(op, data, op.Pad(_positions(op, data), pads, None, axes, mode=mode), doutput), None
+    known = op.constant(pads)
+    inside = op.Pad(doutput, op.Neg(pads) if known is None else op.const(-known), None, axes)
+    if constant_value is None:
+        return inside, None
+    return inside, op.ReduceSum(doutput, keepdims=0) - op.ReduceSum(inside, keepdims=0)
+
+
+@gradient(
+    "Tile",
+    wrt="input",
+    samples=(
+        {"input": (2, 3), "repeats": np.array([2, 1])},
+        {"input": (2, 3), "repeats": np.array([3, 2])},
+        {"input": (2, 3), "repeats": np.array([3, 2]), "_inputs": "repeats"},
+    ),
+)
+def tile(op, input, repeats, doutput):
+    """Y as [r0, d0, r1, d1, …]: dX = dY summed over the repeats"""
+    r = op.rank(input)
+    known = op.constant(repeats)
+    times = [op.Slice(repeats, [i], [i + 1]) for i in range(r)] if known is None else [int(n) for n in known]
+    apart = [part for axis in range(r) for part in (times[axis], op.dim(input, axis))]
+    split = op.Reshape(doutput, op.vector(*apart), allowzero=1)
+    return op.ReduceSum(split, list(range(0, 2 * r, 2)), keepdims=0)
+
+
+@gradient(
+    "Trilu",
+    wrt="input",
+    samples=({"input": (2, 3, 4)}, {"input": (3, 4), "k": np.array(-1), "upper": 0}, {"input": (3, 3), "k": np.array(1)}),
+)
+def trilu(op, k, doutput, *, upper=1):
+    """The same triangle of dY"""
+    return op.Trilu(doutput, k, upper=upper)
+
+
+@gradient(
+    "ReverseSequence",
+    wrt="input",
+    samples=(
+        {"input": (4, 3, 2), "sequence_lens": np.array([4, 2, 1])},
+        {"input": (3, 4), "sequence_lens": np.array([4, 2, 1]), "batch_axis": 0, "time_axis": 1},
+    ),
+)
+def reverse_sequence(op, sequence_lens, dY, *, batch_axis=1, time_axis=0):
+    """Reversed again"""
+    return op.ReverseSequence(dY, sequence_lens, batch_axis=batch_axis, time_axis=time_axis)
