@@ -10,6 +10,9 @@ from onnx_ir.passes import common
 
 from ortc.errors import ModelError
 from ortc.graph.names import Names, all_graphs, taken_names
+from ortc.passes.inference import infer_shapes
+
+__all__ = ["convert_opset", "fold", "infer_shapes", "prepare"]
 
 
 def prepare(model: ir.Model) -> ir.Model:
@@ -147,10 +150,4 @@ def fold(model: ir.Model) -> ir.Model:
     fold_constants(model, should_fold=lambda node: None)
     common.IdentityEliminationPass()(model)
     _remove_dead_nodes(model)
-    return model
-
-
-def infer_shapes(model: ir.Model) -> ir.Model:
-    """Types and shapes on every value."""
-    common.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
     return model
