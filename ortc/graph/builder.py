@@ -192,7 +192,7 @@ class Builder:
         return self.cast(count, x if like is None else like)
 
     def dim(self, x: ir.Value, *axes: int) -> int | ir.Value:
-        """The product of the dimensions of ``x`` along ``axes``: an int if known, else an int64 vector of one element."""
+        """The product of dimensions of ``x``: an int if known, else an int64 vector of one number."""
         known = [self.dims(x)[a] for a in axes]
         if all(isinstance(d, int) for d in known):
             return int(np.prod(known, dtype=np.int64))  # type: ignore[arg-type]
@@ -285,7 +285,7 @@ class Builder:
             ones = self.const(np.ones(self.rank(g) - self.rank(x), np.int64))
         padded = self.Concat(ones, want, axis=0)
         repeated = self.And(self.Equal(padded, 1), self.Not(self.Equal(have, 1)))
-        # One more axis in front that is always summed: ONNX Runtime sums an empty tensor over all axes if none is given.
+        # One more axis in front that is always summed: ONNX Runtime sums an empty tensor over all axes if given none.
         axes = self.Reshape(self.NonZero(self.Concat(np.ones(1, np.bool_), repeated, axis=0)), [-1])
         summed = self.ReduceSum(self.Unsqueeze(g, [0]), axes, keepdims=1)
         out = self.Reshape(summed, want, allowzero=1)
