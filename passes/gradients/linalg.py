@@ -1,8 +1,12 @@
-"""Matrix products."""
+"""Matrix products, Einsum, determinants."""
 
 from __future__ import annotations
 
-from ortc.rules import gradient
+import string
+
+import numpy as np
+
+from ortc.rules import Unsupported, gradient
 
 _MATMUL = (
     {"A": (2, 3), "B": (3, 4)},
@@ -63,3 +67,83 @@ def gemm(op, A, B, C, dY, *, alpha=1.0, beta=1.0, transA=0, transB=0):
     dB = op.Gemm(dY, A, transA=1, transB=transA, **product) if transB else op.Gemm(A, dY, transA=1 - transA, **product)
     dC = dY if beta == 1 else float(beta) * dY
     return dA, dB, dC
+
+
+@gradient(
+    "Einsum",
+    samples=(
+        {"Inputs": [(2, 3), (3, 4)], "equation": "ij,jk->ik"},
+        {"Inputs": [(2, 3), (3, 4)], "equation": "ij, jk"},
+        {"Inputs": [(5, 2, 3), (3, 4)], "equation": "...ij,jk->...ik"},
+        {"Inputs": [(5, 2, 3), (1, 3, 4)], "equation": "...ij,...jk->...ki"},
+        {"Inputs": [(5, 2, 3), (5, 2, 3)], "equation": "...i,...i"},
+        {"Inputs": [(2, 3, 4), (2, 3, 4), (4,)], "equation": "bij,bkj,j->bik"},
+        {"Inputs": [(3,), (4,)], "equation": "i,j->ij"},
+        {"Inputs": [(2, 3)], "equation": "ij->i"},
+        {"Inputs": [(2, 3), (2, 4)], "equation": "ij,ik->j"},
+        {"Inputs": [(2, 3, 4)], "equation": "bij->jbi"},
+        {"Inputs": [(3, 3)], "equation": "ii->i"},
+        {"Inputs": [(3, 3)], "equation": "ii"},
+        {"Inputs": [(2, 3, 3), (3, 2)], "equation": "bii,ij->bj"},
+    ),
+)
+def einsum(op, Inputs, dOutput, *, equation):
+    """An operand's gradient is the Einsum of dY and the other operands onto its labels.
+
+    A label that only this operand has was summed: a vector of ones repeats the gradient along it. A label that it has
+    twice was read on the diagonal: an identity matrix puts the gradient there.
+    """
+    terms, result = _labels(equation if isinstance(equation, str) else equation.decode(), [op.rank(x) for x in Inputs])
+    gradients = []
+    for position, (x, term) in enumerate(zip(Inputs, terms, strict=True)):
+        operands = [dOutput, *Inputs[:position], *Inputs[position + 1 :]]
+        labels = [result, *terms[:position], *terms[position + 1 :]]
+        target = ""
+        for axis, label in enumerate(term):
+            if label in target:
+                size, twin = op.dim(x, axis), _fresh_label("".join([target, *terms, *labels]))
+                numbers = op.Range(op.const(0), op.Squeeze(op.vector(size)), op.const(1))
+                operands.append(op.cast(op.Equal(op.Unsqueeze(numbers, [1]), numbers), x))
+                labels.append(label + twin)
+                label = twin
+            elif not any(label in other for other in labels):
+                operands.append(op.Expand(op.const(1, like=x), op.vector(op.dim(x, axis))))
+                labels.append(label)
+            target += label
+        gradients.append(op.Einsum(*operands, equation=f"{','.join(labels)}->{target}"))
+    return gradients
+
+
+def _labels(equation, ranks):
+    """The labels of every operand and of the result, the ellipsis spelled out and the implicit result made explicit."""
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow:
+        letters = left.replace("...", "").replace(",", "")
+        result = "..." * ("..." in left) + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+    hidden = [rank - len(term) + 3 if "..." in term else 0 for term, rank in zip(terms, ranks, strict=True)]
+    spelled = ""
+    for _ in range(max(hidden)):
+        spelled += _fresh_label(equation + spelled)
+    terms = [t.replace("...", spelled[len(spelled) - n :]) for t, n in zip(terms, hidden, strict=True)]
+    return terms, result.replace("...", spelled)
+
+
+def _fresh_label(taken):
+    return next(c for c in string.ascii_letters if c not in taken)
+
+
+@gradient("Det", samples=({"X": (3, 3)}, {"X": (2, 4, 4)}, {"X": (1, 1)}, {"X": np.array([[1.0, 2.0], [2.0, 4.0]])}))
+def det(op, X, dY):
+    """dX = dY · the matrix of cofactors (also right where X is singular), each a determinant: for small matrices"""
+    n, r = op.dim(X, op.rank(X) - 1), op.rank(X)
+    if isinstance(n, int) and n > 8:
+        raise Unsupported(f"a matrix of {n} rows; up to 8 are covered")
+    size = op.Squeeze(op.vector(n))
+    row = op.Unsqueeze(op.Range(op.const(0), size, op.const(1)), [1])
+    column = op.Range(op.const(0), op.Sub(size, 1), op.const(1))
+    others = op.Where(op.Less(column, row), column, op.Add(column, 1))  # row i: every number but i
+    minors = op.Gather(op.Gather(X, others, axis=r - 2), others, axis=r)  # […, i, rows, j, columns]
+    minors = op.Transpose(minors, perm=[*range(r - 2), r - 2, r, r - 1, r + 1])
+    odd = op.Mod(row + op.Squeeze(row, [1]), 2)
+    return op.Unsqueeze(dY, [-2, -1]) * (op.Det(minors) * op.cast(1 - 2 * odd, X))

@@ -96,3 +96,18 @@ def reduce_extreme(op, data, axes, reduced, dreduced, *, keepdims=1, noop_with_e
         return dreduced
     ties = op.ReduceSum(hits, axes, keepdims=1)
     return hits * (_spread(op, dreduced, data, axes, keepdims, noop_with_empty_axes) / ties)
+
+
+_ZEROS = np.array([[0.0, 2.0, -1.5], [0.0, 3.0, 0.0]])
+
+
+@gradient("ReduceProd", wrt="data", samples=(*_SAMPLES, {"data": _ZEROS, "axes": np.array([1])}))
+def reduce_prod(op, data, axes, dreduced, *, keepdims=1, noop_with_empty_axes=0):
+    """dX = dY · the product of the others, exact also where some are 0"""
+    if noop_with_empty_axes and axes is None:
+        return dreduced
+    zero = op.Equal(data, op.const(0, like=data))
+    zeros, factors = op.cast(zero, data), op.where(zero, 1, data, like=data)
+    product, count = op.ReduceProd(factors, axes, keepdims=1), op.ReduceSum(zeros, axes, keepdims=1)
+    others = op.where(op.Equal(count, zeros), product / factors, 0, like=data)
+    return _spread(op, dreduced, data, axes, keepdims, noop_with_empty_axes) * others

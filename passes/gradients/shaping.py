@@ -55,7 +55,9 @@ def squeeze(op, data, axes, dsqueezed):
     return op.reshape_like(dsqueezed, data) if axes is None else op.Unsqueeze(dsqueezed, axes)
 
 
-@gradient("Unsqueeze", wrt="data", samples=({"data": (2, 3), "axes": np.array([0, -1])}, {"data": (), "axes": np.array([0])}))
+@gradient(
+    "Unsqueeze", wrt="data", samples=({"data": (2, 3), "axes": np.array([0, -1])}, {"data": (), "axes": np.array([0])})
+)
 def unsqueeze(op, axes, dexpanded):
     """The axes go again."""
     return op.Squeeze(dexpanded, axes)
@@ -107,22 +109,29 @@ def split(op, outputs, doutputs, *, axis=0, num_outputs=None):
     return op.Concat(*parts, axis=axis) if len(parts) > 1 else parts[0]
 
 
+def _cut(starts, ends, steps=None, inputs=""):
+    """A sample that slices a [7, 6]: along the last axes if several are given, else along the first."""
+    axes = [0] if len(starts) == 1 else [-1, 0]
+    named = {"starts": starts, "ends": ends, "axes": axes, **({"steps": steps} if steps else {})}
+    return {"data": (7, 6), **{k: np.array(v) for k, v in named.items()}, "_inputs": inputs}
+
+
 @gradient(
     "Slice",
     wrt="data",
     samples=(
         {"data": (5, 4), "starts": np.array([1]), "ends": np.array([3])},
-        {"data": (5, 4), "starts": np.array([-3, 1]), "ends": np.array([_END, -1]), "axes": np.array([0, -1])},
-        {"data": (7, 8), "starts": np.array([1, 0]), "ends": np.array([6, _END]), "steps": np.array([2, 3])}
-        | {"axes": np.array([0, 1])},
-        {"data": (7, 3), "starts": np.array([-1]), "ends": np.array([-_END]), "axes": np.array([0]), "steps": np.array([-1])},
-        {"data": (7, 3), "starts": np.array([5]), "ends": np.array([0]), "axes": np.array([0]), "steps": np.array([-2])},
-        {"data": (3, 3), "starts": np.array([2]), "ends": np.array([1])},
-        {"data": (7, 6), "starts": np.array([-1]), "ends": np.array([1]), "axes": np.array([0]), "_inputs": "starts ends"},
-        {"data": (7, 6), "starts": np.array([6]), "ends": np.array([1]), "axes": np.array([0]), "steps": np.array([-2])}
-        | {"_inputs": "starts ends"},
-        {"data": (7, 6), "starts": np.array([6]), "ends": np.array([1]), "axes": np.array([0]), "steps": np.array([-2])}
-        | {"_inputs": "starts ends steps"},
+        _cut([-3, 1], [_END, -1]),
+        _cut([1, 0], [6, _END], [2, 3]),
+        _cut([-1], [-_END], [-1]),
+        _cut([5], [0], [-2]),
+        _cut([2], [1]),
+        _cut([2], [1], [2]),
+        _cut([1], [2], [-2]),
+        _cut([-3], [6], None, "starts ends"),
+        _cut([6, 1], [1, 5], [-2, 3], "starts ends"),
+        _cut([6], [1], [-2], "starts ends steps"),
+        _cut([6], [1], [-2], "axes"),
     ),
 )
 def slice_(op, data, starts, ends, axes, steps, doutput):
@@ -248,7 +257,11 @@ def tile(op, input, repeats, doutput):
 @gradient(
     "Trilu",
     wrt="input",
-    samples=({"input": (2, 3, 4)}, {"input": (3, 4), "k": np.array(-1), "upper": 0}, {"input": (3, 3), "k": np.array(1)}),
+    samples=(
+        {"input": (2, 3, 4)},
+        {"input": (3, 4), "k": np.array(-1), "upper": 0},
+        {"input": (3, 3), "k": np.array(1)},
+    ),
 )
 def trilu(op, k, doutput, *, upper=1):
     """The same triangle of dY"""
