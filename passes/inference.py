@@ -47,7 +47,8 @@ class ShapeInference:
     """Infers one node after the other, in topological order, with what is known of the integers in the graph."""
 
     def __init__(self, graph: ir.Graph) -> None:
-        self._infer = NodeInference(graph.opset_imports[""])
+        self._opset = graph.opset_imports[""]
+        self._inferences: dict[int, NodeInference] = {}
         self._known: dict[ir.Value, np.ndarray] = {}
         self._names = Names(_dimension_names(graph))
         for g in all_graphs(graph):
@@ -55,7 +56,7 @@ class ShapeInference:
                 if value.const_value is not None:
                     value.dtype, value.shape = value.const_value.dtype, ir.Shape(value.const_value.shape)
         for value in graph.inputs:
-            self._name_dimensions(value)
+            self.name_dimensions(value)
 
     def visit_all(self, graph: ir.Graph) -> None:
         """Infer every node of a graph or body."""
@@ -77,7 +78,7 @@ class ShapeInference:
         if rule is not None:
             rule(self, node)
         for value in node.outputs:
-            self._name_dimensions(value)
+            self.name_dimensions(value)
 
     def integers(self, value: ir.Value | None) -> np.ndarray | None:
         """What is known of an integer tensor: an object array of numbers, names and None; or None if nothing is."""
@@ -96,7 +97,7 @@ class ShapeInference:
 
     def refine(self, value: ir.Value, shape: Sequence[Dim]) -> None:
         """Say what is known of a value's dimensions; an earlier number stays."""
-        value.shape = _merged(tuple(shape), dims(value))
+        value.shape = merged(tuple(shape), dims(value))
 
     def fresh(self) -> str:
         """A name for a size that nothing is known about."""
@@ -107,7 +108,8 @@ class ShapeInference:
         for value in node.outputs:
             value.type = value.shape = None
         try:
-            self._infer.stamp(node)
+            opset = node.version or self._opset
+            self._inferences.setdefault(opset, NodeInference(opset)).stamp(node)
         except onnx.shape_inference.InferenceError as error:
             raise ModelError(
                 f"node {node.name!r} ({node.op_type}) cannot be right: {_reason(error)} (its inputs: {_describe(node)})"
@@ -117,9 +119,9 @@ class ShapeInference:
         finally:
             for value, (type_, shape) in zip(node.outputs, declared, strict=True):
                 value.type = value.type or type_
-                value.shape = _merged(dims(value), shape)
+                value.shape = merged(dims(value), shape)
 
-    def _name_dimensions(self, value: ir.Value) -> None:
+    def name_dimensions(self, value: ir.Value) -> None:
         known = dims(value)
         if known is not None and None in known:
             value.shape = ir.Shape([self.fresh() if d is None else d for d in known])
@@ -130,7 +132,7 @@ def _dimension_names(graph: ir.Graph) -> set[str]:
     return {d for value in values for d in dims(value) or () if isinstance(d, str)}
 
 
-def _merged(first: Dims | None, second: Dims | None) -> ir.Shape | None:
+def merged(first: Dims | None, second: Dims | None) -> ir.Shape | None:
     """The better known of each dimension: a number, else the first's name, else the second's."""
     if first is None or second is None or len(first) != len(second):
         best = first if first is not None else second
@@ -526,7 +528,7 @@ def _like_first(inference: ShapeInference, node: ir.Node) -> None:
     x, y = node.inputs[0], node.outputs[0]
     if x is not None and x.type is not None:
         y.type = x.type
-        y.shape = _merged(dims(x), dims(y))
+        y.shape = merged(dims(x), dims(y))
 
 
 for _domain, _op_types in _LIKE_FIRST.items():
@@ -660,7 +662,7 @@ def _settle_states(
     for state, result in zip(inside, results, strict=True):
         if dims(state) != dims(result):
             state.shape = _common(state, result)
-            inference._name_dimensions(state)
+            inference.name_dimensions(state)
             changed = True
     if changed:
         for value, (type_, shape) in declared.items():

@@ -6,13 +6,19 @@ from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
 from onnx_ir.passes import common
 
 from ortc.errors import ModelError
 from ortc.graph.names import Names, all_graphs, taken_names
-from ortc.passes.inference import infer_shapes
+from ortc.graph.shapes import constant, dims, rank, static
+from ortc.passes.inference import ShapeInference, infer_shapes, merged
+from ortc.passes.opset import change_opset
 
 __all__ = ["convert_opset", "fold", "infer_shapes", "prepare"]
+
+# For a model that uses nothing of the standard, any opset is right.
+DEFAULT_OPSET = 21
 
 
 def prepare(model: ir.Model) -> ir.Model:
@@ -31,14 +37,37 @@ def prepare(model: ir.Model) -> ir.Model:
     common.OutputFixPass()(model)
     _sort(model)
     _give_names(model.graph)
-    for graph in all_graphs(model.graph):
-        _lift_constants(graph)
-    common.LiftSubgraphInitializersToMainGraphPass()(model)
+    _lift_constants(model)
+    change_opset(model, model.opset_imports[""])
     _remove_dead_nodes(model)
     return model
 
 
+def convert_opset(model: ir.Model, opset: int) -> ir.Model:
+    """Bring a prepared model to an opset of the ONNX standard, in place.
+
+    Initializers, inputs and outputs keep their names and shapes, and so do all nodes that need no change. Going up, the steps of
+    :mod:`ortc.passes.opset` apply. Going down, an operator that has changed since only in what the node does not use
+    stays as it is; one that ONNX defines through others is written out.
+
+    Raises:
+        ModelError: naming the nodes that cannot be expressed in ``opset``.
+    """
+    change_opset(model, opset)
+    _lift_constants(model)
+    return model
+
+
 def _inline(model: ir.Model) -> None:
+    """Functions may be written in opsets of their own: then each node says which, until all are brought to the newest."""
+    if "ai.onnx" in model.opset_imports:
+        model.opset_imports[""] = model.opset_imports.pop("ai.onnx")
+    written_in = {id(g): g.opset_imports[""] for g in (model, *model.functions.values()) if "" in g.opset_imports}
+    newest = max(written_in.values(), default=DEFAULT_OPSET)
+    for g in (model, *model.functions.values()):
+        for node in g.graph.all_nodes() if written_in.get(id(g), newest) != newest else ():
+            node.version = written_in[id(g)]
+        g.opset_imports[""] = newest
     try:
         common.InlinePass()(model)
     except Exception as error:
@@ -99,29 +128,34 @@ _CONSTANT_FORMS: dict[str, Callable[[ir.Attr], ir.TensorProtocol]] = {
 }
 
 
-def _lift_constants(graph: ir.Graph) -> None:
-    for node in list(graph):
-        if node.op_type != "Constant" or node.domain or node.outputs[0].is_graph_output():
-            continue
-        (attribute,) = node.attributes.values()
-        if attribute.name not in _CONSTANT_FORMS:
-            continue
-        tensor = _CONSTANT_FORMS[attribute.name](attribute)
-        if tensor.dtype == ir.DataType.STRING:
-            continue
-        old = node.outputs[0]
-        tensor.name = old.name
-        lifted = ir.Value(
-            name=old.name,
-            type=ir.TensorType(tensor.dtype),
-            shape=ir.Shape(tensor.shape),
-            const_value=tensor,
-            doc_string=old.doc_string,
-            metadata_props=dict(old.metadata_props),
-        )
-        old.replace_all_uses_with(lifted)
-        graph.remove(node, safe=True)
-        graph.register_initializer(lifted)
+def _lift_constants(model: ir.Model) -> None:
+    for graph in all_graphs(model.graph):
+        for node in list(graph):
+            if node.op_type == "Constant" and not node.domain and not node.outputs[0].is_graph_output():
+                _lift_constant(graph, node)
+    common.LiftSubgraphInitializersToMainGraphPass()(model)
+
+
+def _lift_constant(graph: ir.Graph, node: ir.Node) -> None:
+    (attribute,) = node.attributes.values()
+    if attribute.name not in _CONSTANT_FORMS:
+        return
+    tensor = _CONSTANT_FORMS[attribute.name](attribute)
+    if tensor.dtype == ir.DataType.STRING:
+        return
+    old = node.outputs[0]
+    tensor.name = old.name
+    lifted = ir.Value(
+        name=old.name,
+        type=ir.TensorType(tensor.dtype),
+        shape=ir.Shape(tensor.shape),
+        const_value=tensor,
+        doc_string=old.doc_string,
+        metadata_props=dict(old.metadata_props),
+    )
+    old.replace_all_uses_with(lifted)
+    graph.remove(node, safe=True)
+    graph.register_initializer(lifted)
 
 
 def _remove_dead_nodes(model: ir.Model) -> None:
@@ -133,21 +167,178 @@ def _remove_dead_nodes(model: ir.Model) -> None:
         model.graph.register_initializer(value)
 
 
-def convert_opset(model: ir.Model, opset: int) -> ir.Model:
-    """Bring a prepared model to ``opset``, in place."""
-    from onnxscript.version_converter import convert_version
+# Operators that are not evaluated though their inputs are constants: random ones (dropout gets its training form later), and
+# those that say how a model was quantised.
+_NOT_FOLDED = frozenset(
+    ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout")
+    + ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
+)
 
-    if model.opset_imports.get("", opset) < opset:
-        convert_version(model, opset, fallback=True)
-    model.opset_imports[""] = opset
-    return model
+# Constants larger than this are not computed with, and none larger than the inputs or the second number is made.
+_LARGEST_INPUT, _LARGEST_OUTPUT = 1 << 20, 1 << 12
 
 
 def fold(model: ir.Model) -> ir.Model:
-    """Fold constants."""
-    from onnxscript.optimizer import fold_constants
+    """Simplify a model in place: whatever is constant is computed, what does nothing goes; the interface stays.
 
-    fold_constants(model, should_fold=lambda node: None)
-    common.IdentityEliminationPass()(model)
+    Initializers count as constants, graph inputs do not: so a parameter that is a graph input is never folded. An If with a
+    constant condition gives way to its branch. Dropout stays. Initializers that nothing reads stay, but those go that
+    only folded nodes have read. Types and shapes are inferred on the way.
+
+    Raises:
+        ModelError: as :func:`infer_shapes`.
+    """
+    spare = {v for v in model.graph.initializers.values() if not v.uses()}
+    _Folding(model.graph).fold(model.graph)
     _remove_dead_nodes(model)
+    for name, value in list(model.graph.initializers.items()):
+        if value not in spare and not value.uses() and not value.is_graph_output():
+            model.graph.initializers.pop(name)
     return model
+
+
+class _Folding:
+    """What folding carries along: the main graph, which gets the constants, and what is known of sizes."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self.main = graph
+        self.inference = ShapeInference(graph)
+        self.names = Names(taken_names(graph))
+
+    def fold(self, graph: ir.Graph) -> None:
+        """Fold the nodes of the main graph or of a body."""
+        for node in graph:
+            self._fold_node(graph, node)
+
+    def _fold_node(self, graph: ir.Graph, node: ir.Node) -> None:
+        self.inference.visit(node)
+        branch = _taken_branch(node)
+        if branch is not None:
+            self._inline(graph, node, branch)
+            return
+        for body in _bodies(node):
+            self.fold(body)
+        if any(v.is_graph_output() and graph is not self.main for v in node.outputs):
+            return  # what a body returns must be made in the body
+        arrays = self._constants(node)
+        same = _does_nothing(node)
+        if arrays is not None:
+            for value, array in zip(node.outputs, arrays, strict=True):
+                self._take_place(value, self._constant(value, array))
+            graph.remove(node, safe=True)
+        elif same is not None and self._bypass(node.outputs[0], same):
+            graph.remove(node, safe=True)
+
+    def _constants(self, node: ir.Node) -> list[np.ndarray] | None:
+        """The outputs, if they can be computed now."""
+        y = node.outputs[0]
+        known = self.inference.integers(y)
+        if len(node.outputs) == 1 and known is not None and all(isinstance(d, int) for d in known.flat):
+            return None if y.dtype is None else [known.astype(y.dtype.numpy())]
+        if node.domain or node.op_type in _NOT_FOLDED or not node.inputs or _bodies(node):
+            return None
+        if any(v is not None and (v.const_value is None or v.is_graph_input()) for v in node.inputs):
+            return None
+        size = max(v.const_value.size for v in node.inputs if v is not None and v.const_value is not None)
+        made = [static(v) for v in node.outputs]
+        if size > _LARGEST_INPUT or any(m is None or np.prod(m) > max(size, _LARGEST_OUTPUT) for m in made):
+            return None
+        return _evaluate(node, self.main.opset_imports[""])
+
+    def _constant(self, like: ir.Value, array: np.ndarray) -> ir.Value:
+        name = self.names.fresh(like.name or "constant")
+        value = ir.Value(name=name, const_value=ir.tensor(array, dtype=like.dtype, name=name))
+        value.dtype, value.shape = like.dtype, ir.Shape(array.shape)
+        self.main.register_initializer(value)
+        return value
+
+    def _take_place(self, old: ir.Value, new: ir.Value) -> None:
+        """``new`` gets the uses, the name and, as a graph output, the metadata of ``old``."""
+        if old.is_graph_output():
+            new.metadata_props.update(old.metadata_props)
+        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+        name = old.name
+        old.name = None
+        new.name = name
+
+    def _bypass(self, y: ir.Value, x: ir.Value) -> bool:
+        """Use ``x`` for ``y``; not where the graph would lose the name of an input, an initializer or another output."""
+        x.shape = merged(dims(x), dims(y))
+        if not y.is_graph_output():
+            ir.convenience.replace_all_uses_with(y, x)
+            return True
+        if x.producer() is None or x.graph is not y.graph or x.is_graph_output():
+            return False
+        self._take_place(y, x)
+        return True
+
+    def _inline(self, graph: ir.Graph, node: ir.Node, branch: ir.Graph) -> None:
+        results = list(branch.outputs)
+        branch.outputs.clear()
+        nodes = list(branch)
+        branch.remove(nodes)
+        graph.insert_before(node, nodes)
+        for y, result in zip(node.outputs, results, strict=True):
+            made_here = result.producer() is not None and result.graph is graph and not result.is_graph_output()
+            if y.is_graph_output() and not made_here:
+                copy = ir.Node("", "Identity", [result], name=self.names.fresh(f"{node.name}/Identity"))
+                graph.insert_before(node, copy)
+                nodes.append(copy)
+                result = copy.outputs[0]
+            if y.is_graph_output():
+                self._take_place(y, result)
+            else:
+                ir.convenience.replace_all_uses_with(y, result)
+        graph.remove(node, safe=True)
+        for copy in nodes:
+            self._fold_node(graph, copy)
+
+
+def _bodies(node: ir.Node) -> list[ir.Graph]:
+    return [a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
+
+
+def _taken_branch(node: ir.Node) -> ir.Graph | None:
+    """The branch of an If whose condition is constant."""
+    if node.op_type != "If" or node.domain:
+        return None
+    condition = constant(node.inputs[0])
+    if condition is None:
+        return None
+    return node.attributes["then_branch" if condition.item() else "else_branch"].as_graph()
+
+
+def _evaluate(node: ir.Node, opset: int) -> list[np.ndarray] | None:
+    """Compute a node with constant inputs; None if ONNX's reference implementation cannot, or finds another type."""
+    feeds = {v.name: v.const_value.numpy() for v in node.inputs if v is not None and v.const_value is not None}
+    try:
+        results = ReferenceEvaluator(ir.to_proto(node), opsets={"": opset}).run(None, feeds)
+    except Exception:
+        return None
+    for value, result in zip(node.outputs, results, strict=True):
+        if not isinstance(result, np.ndarray | np.generic) or value.dtype is None or result.dtype != value.dtype.numpy():
+            return None
+    return [np.asarray(result) for result in results]
+
+
+def _does_nothing(node: ir.Node) -> ir.Value | None:
+    """The input that a node's only output always equals, or None."""
+    if node.domain or not node.inputs or node.inputs[0] is None or len(node.outputs) != 1:
+        return None
+    x, y = node.inputs[0], node.outputs[0]
+    same_shape = dims(x) is not None and dims(x) == dims(y)
+    match node.op_type:
+        case "Identity":
+            nothing = True
+        case "Cast":
+            nothing = x.dtype is not None and x.dtype == y.dtype
+        case "Concat" | "Sum" | "Mean" | "Max" | "Min":
+            nothing = len(node.inputs) == 1
+        case "Transpose":
+            perm = node.attributes.get_ints("perm")
+            nothing = list(perm) == sorted(perm) if perm else rank(x) in (0, 1)
+        case "Reshape" | "Expand" | "Squeeze" | "Unsqueeze" | "Flatten" | "Tile":
+            nothing = same_shape
+        case _:
+            nothing = False
+    return x if nothing else None
