@@ -91,7 +91,8 @@ def check_sample(key: OpKey, sample: Mapping[str, Any]) -> None:
         scale = max(1.0, abs(numeric), float(np.abs(gradients[name]).max(initial=0)))
         assert abs(exact - numeric) <= 2e-6 * scale, f"{key} {dict(sample)} d{name}: {exact} against {numeric}"
 
-    for symbolic in (False, True):
+    # A sample that is _static has an operator whose output ONNX gives no rank unless every size is known.
+    for symbolic in (False,) if sample.get("_static") else (False, True):
         model = gradient_model(node, arrays, weights, wanted, np.float32, symbolic)
         for name, got in zip(wanted, _runtime(model, arrays), strict=True):
             want = gradients[name]

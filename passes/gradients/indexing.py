@@ -13,7 +13,7 @@ from ortc.rules import Unsupported, gradient
 _ONE_OF_ALL = ("none", "add", "mul", "max", "min")
 
 
-def _add_at(op, x, axes, indices, gradient):
+def add_at(op, x, axes, indices, gradient):
     """Zeros like ``x`` to which slices of the gradient are added.
 
     Args:
@@ -58,7 +58,7 @@ def gather(op, data, indices, doutput, *, axis=0):
             before, after = op.Add(size, [index]), -1 - index
         kept = doutput if known.ndim else op.Unsqueeze(doutput, [axis])
         return op.Pad(kept, op.vector(before, after), None, [axis])
-    return _add_at(op, data, [axis], op.Reshape(indices, op.vector(1, _count(op, indices), 1), allowzero=1), doutput)
+    return add_at(op, data, [axis], op.Reshape(indices, op.vector(1, _count(op, indices), 1), allowzero=1), doutput)
 
 
 def _count(op, x):
@@ -102,7 +102,7 @@ def gather_nd(op, data, indices, doutput, *, batch_dims=0):
         number = digit if number is None else op.Add(op.Mul(number, size), digit)
     batch = op.dim(data, *range(batch_dims))
     per_batch = op.dim(indices, *range(batch_dims, op.rank(indices) - 1))
-    return _add_at(op, data, axes, op.Reshape(number, op.vector(batch, per_batch, 1), allowzero=1), doutput)
+    return add_at(op, data, axes, op.Reshape(number, op.vector(batch, per_batch, 1), allowzero=1), doutput)
 
 
 def _scattered(op, data, updates, output, gradient, reduction, put, take):
@@ -202,7 +202,7 @@ def top_k(op, X, Indices, dValues, *, axis=-1):
 def compress(op, input, condition, doutput, *, axis=None):
     """dY at the places where the condition holds"""
     places = op.Reshape(op.NonZero(condition), [1, -1, 1])
-    return _add_at(op, input, op.axes(input, axis), places, doutput)
+    return add_at(op, input, op.axes(input, axis), places, doutput)
 
 
 @gradient(

@@ -14,6 +14,7 @@ no_gradient(
     *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "ConvInteger", "MatMulInteger"),
     *("QLinearConv", "QLinearMatMul"),
     *("OptionalHasElement", "SequenceLength"),
+    "Hardmax",
 )
 
 _END = np.iinfo(np.int64).max
@@ -279,3 +280,17 @@ def trilu(op, k, doutput, *, upper=1):
 def reverse_sequence(op, sequence_lens, dY, *, batch_axis=1, time_axis=0):
     """Reversed again"""
     return op.ReverseSequence(dY, sequence_lens, batch_axis=batch_axis, time_axis=time_axis)
+
+
+@gradient(
+    "CenterCropPad",
+    wrt="input_data",
+    samples=(
+        {"input_data": (5, 4), "shape": np.array([2, 7])},
+        {"input_data": (2, 5, 4), "shape": np.array([8, 1]), "axes": [1, -1]},
+    ),
+)
+def center_crop_pad(op, input_data, doutput_data, *, axes=None):
+    """Cropped where it was padded, padded where it was cropped"""
+    along = op.axes(input_data, axes)
+    return op.CenterCropPad(doutput_data, op.vector(*(op.dim(input_data, a) for a in along)), axes=along)
