@@ -110,7 +110,9 @@ class ShapeInference:
         try:
             opset = node.version or self._opset
             self._inferences.setdefault(opset, NodeInference(opset)).stamp(node)
-        except onnx.shape_inference.InferenceError as error:
+        except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
+            if (node.domain, node.op_type) in _DEPRECATED:
+                return
             raise ModelError(
                 f"node {node.name!r} ({node.op_type}) cannot be right: {_reason(error)} (its inputs: {_describe(node)})"
             ) from None
@@ -514,13 +516,17 @@ def _slice_length(size: Dim, start: Dim, end: Dim) -> Dim:
     return _arithmetic("-", end, start)
 
 
+# Marked as deprecated in an opset that models are written in, though it was defined again later: ONNX does not infer it.
+_DEPRECATED = {("", "GroupNormalization")}
+
+
 # ---- operators that ONNX does not know -------------------------------------------------------------------------------
 
 # Their first output is like their first input.
 _LIKE_FIRST = {
     "com.microsoft": ("Gelu", "FastGelu", "BiasGelu", "QuickGelu", "BiasSoftmax", "BiasDropout", "RotaryEmbedding")
     + ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "GroupNorm", "Inverse"),
-    "": ("SimplifiedLayerNormalization",),
+    "": ("SimplifiedLayerNormalization", "GroupNormalization"),
 }
 
 
