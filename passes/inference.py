@@ -51,6 +51,7 @@ class ShapeInference:
         self._inferences: dict[int, NodeInference] = {}
         self._known: dict[ir.Value, np.ndarray] = {}
         self._names = Names(_dimension_names(graph))
+        self._derived: dict[Any, str] = {}
         for g in all_graphs(graph):
             for value in g.initializers.values():
                 if value.const_value is not None:
@@ -99,9 +100,11 @@ class ShapeInference:
         """Say what is known of a value's dimensions; an earlier number stays."""
         value.shape = merged(tuple(shape), dims(value))
 
-    def fresh(self) -> str:
-        """A name for a size that nothing is known about."""
-        return self._names.fresh("dim")
+    def derived(self, *expression: Any) -> str:
+        """The name of a size that is no sum or product of others: the same for the same expression."""
+        if expression not in self._derived:
+            self._derived[expression] = self._names.fresh("dim")
+        return self._derived[expression]
 
     def _stamp(self, node: ir.Node) -> None:
         declared = [(value.type, dims(value)) for value in node.outputs]
@@ -126,7 +129,7 @@ class ShapeInference:
     def name_dimensions(self, value: ir.Value) -> None:
         known = dims(value)
         if known is not None and None in known:
-            value.shape = ir.Shape([self.fresh() if d is None else d for d in known])
+            value.shape = ir.Shape([self._names.fresh("dim") if d is None else d for d in known])
 
 
 def _dimension_names(graph: ir.Graph) -> set[str]:
@@ -234,6 +237,15 @@ def _rule(*op_types: str, domain: str = "") -> Callable[[Any], Any]:
 
 def _attribute(node: ir.Node, name: str, default: Any) -> Any:
     return node.attributes[name].value if name in node.attributes else default
+
+
+def _input(node: ir.Node, index: int) -> ir.Value | None:
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def _input_dims(node: ir.Node, index: int) -> Dims | None:
+    value = _input(node, index)
+    return None if value is None else dims(value)
 
 
 def _entries(op_type: str) -> Callable[[Any], Any]:
@@ -366,7 +378,7 @@ def _reduce_prod(node: ir.Node, data: np.ndarray, axes: np.ndarray | None = None
 
 @_rule("Shape")
 def _shape(inference: ShapeInference, node: ir.Node) -> None:
-    known = dims(node.inputs[0]) if node.inputs[0] is not None else None
+    known = _input_dims(node, 0)
     if known is not None:
         end = _attribute(node, "end", None)
         inference.learn(node.outputs[0], np.array(known[_attribute(node, "start", 0) : end], dtype=object))
@@ -374,14 +386,14 @@ def _shape(inference: ShapeInference, node: ir.Node) -> None:
 
 @_rule("Size")
 def _size(inference: ShapeInference, node: ir.Node) -> None:
-    known = dims(node.inputs[0]) if node.inputs[0] is not None else None
+    known = _input_dims(node, 0)
     if known is not None:
         inference.learn(node.outputs[0], np.array(_product(known), dtype=object))
 
 
 @_rule("Split")
 def _split(inference: ShapeInference, node: ir.Node) -> None:
-    data = inference.integers(node.inputs[0])
+    data = inference.integers(_input(node, 0))
     lengths = [dims(v) for v in node.outputs]
     if data is None or data.ndim != 1 or not all(n is not None and isinstance(n[0], int) for n in lengths):
         return
@@ -399,7 +411,7 @@ _entries_of_reshape = _RULES["", "Reshape"]
 @_rule("Reshape")
 def _reshape(inference: ShapeInference, node: ir.Node) -> None:
     _entries_of_reshape(inference, node)
-    have, want = dims(node.inputs[0]) if node.inputs[0] else None, inference.integers(node.inputs[1])
+    have, want = _input_dims(node, 0), inference.integers(_input(node, 1))
     if want is None:
         return
     shape: list[Dim] = list(want)
@@ -434,10 +446,10 @@ def _exact(a: Dim, b: Dim) -> Dim:
 
 @_rule("Expand")
 def _expand(inference: ShapeInference, node: ir.Node) -> None:
-    have, want = dims(node.inputs[0]) if node.inputs[0] else None, inference.integers(node.inputs[1])
+    have, want = _input_dims(node, 0), inference.integers(_input(node, 1))
     if have is not None and want is not None:
         inference.refine(node.outputs[0], _broadcast(have, tuple(want)))
-    known = inference.integers(node.inputs[0])
+    known = inference.integers(_input(node, 0))
     shape = dims(node.outputs[0])
     if known is not None and known.size == 1 and shape is not None and all(isinstance(d, int) for d in shape):
         if np.prod(shape, dtype=int) <= _FOLLOWED:  # type: ignore[arg-type]
@@ -446,7 +458,7 @@ def _expand(inference: ShapeInference, node: ir.Node) -> None:
 
 @_rule("ConstantOfShape")
 def _constant_of_shape(inference: ShapeInference, node: ir.Node) -> None:
-    want = inference.integers(node.inputs[0])
+    want = inference.integers(_input(node, 0))
     if want is None:
         return
     inference.refine(node.outputs[0], list(want))
@@ -458,15 +470,20 @@ def _constant_of_shape(inference: ShapeInference, node: ir.Node) -> None:
 
 @_rule("Range")
 def _range(inference: ShapeInference, node: ir.Node) -> None:
-    start, limit, step = (inference.integers(v) for v in node.inputs)
-    if start is not None and limit is not None and step is not None and step.item() == 1:
-        size = _arithmetic("-", limit.item(), start.item())
-        inference.refine(node.outputs[0], [max(size, 0) if isinstance(size, int) else size])
+    known = [inference.integers(v) for v in node.inputs]
+    if any(k is None for k in known):
+        return
+    start, limit, step = (k.item() for k in known if k is not None)
+    span = _arithmetic("-", limit, start)
+    if isinstance(span, int) and isinstance(step, int) and step:
+        inference.refine(node.outputs[0], [max(-(-span // step), 0)])
+    else:
+        inference.refine(node.outputs[0], [_exact(span, step)])
 
 
 @_rule("Tile")
 def _tile(inference: ShapeInference, node: ir.Node) -> None:
-    have, repeats = dims(node.inputs[0]) if node.inputs[0] else None, inference.integers(node.inputs[1])
+    have, repeats = _input_dims(node, 0), inference.integers(_input(node, 1))
     if have is not None and repeats is not None:
         inference.refine(node.outputs[0], [_arithmetic("*", d, r) for d, r in zip(have, repeats, strict=True)])
 
@@ -477,13 +494,11 @@ _entries_of_slice = _RULES["", "Slice"]
 @_rule("Slice")
 def _slice_dims(inference: ShapeInference, node: ir.Node) -> None:
     _entries_of_slice(inference, node)
-    have = dims(node.inputs[0]) if node.inputs[0] else None
-    if have is None or len(node.inputs) < 3:
+    have = _input_dims(node, 0)
+    if have is None:
         return
-    starts, ends, axes, steps = ([inference.integers(v) for v in node.inputs[1:]] + [None] * 2)[:4]
-    if starts is None or ends is None or (axes is None and len(node.inputs) > 3 and node.inputs[3] is not None):
-        return
-    if steps is None and len(node.inputs) > 4 and node.inputs[4] is not None:
+    starts, ends, axes, steps = (inference.integers(_input(node, i)) for i in range(1, 5))
+    if starts is None or ends is None or (axes is None and _input(node, 3)) or (steps is None and _input(node, 4)):
         return
     shape: list[Dim] = list(have)
     for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -514,6 +529,90 @@ def _slice_length(size: Dim, start: Dim, end: Dim) -> Dim:
     if isinstance(start, int) and isinstance(end, int):
         return max(end - start, 0)
     return _arithmetic("-", end, start)
+
+
+_entries_of_concat = _RULES["", "Concat"]
+
+
+@_rule("Concat")
+def _concat_dims(inference: ShapeInference, node: ir.Node) -> None:
+    _entries_of_concat(inference, node)
+    parts = [dims(v) for v in node.inputs if v is not None]
+    if any(p is None or len(p) != len(parts[0] or ()) for p in parts) or not parts:
+        return
+    columns = list(zip(*parts, strict=True))  # type: ignore[arg-type]
+    shape = [max(c, key=lambda d: (isinstance(d, int), d is not None)) for c in columns]
+    if shape:
+        axis = _attribute(node, "axis", 0)
+        total: Dim = 0
+        for d in columns[axis]:
+            total = _arithmetic("+", total, d)
+        shape[axis] = total
+        inference.refine(node.outputs[0], shape)
+
+
+@_rule("Flatten")
+def _flatten(inference: ShapeInference, node: ir.Node) -> None:
+    have = _input_dims(node, 0)
+    if have is not None:
+        axis = _attribute(node, "axis", 1)
+        axis += len(have) if axis < 0 else 0
+        inference.refine(node.outputs[0], [_product(have[:axis]), _product(have[axis:])])
+
+
+@_rule("Pad")
+def _pad(inference: ShapeInference, node: ir.Node) -> None:
+    have, pads = _input_dims(node, 0), inference.integers(_input(node, 1))
+    axes = inference.integers(_input(node, 3))
+    if have is None or pads is None or (axes is None and len(pads) != 2 * len(have)):
+        return
+    shape = list(have)
+    for i, axis in enumerate(range(len(have)) if axes is None else axes):
+        shape[axis] = _arithmetic("+", _arithmetic("+", have[axis], pads[i]), pads[len(pads) // 2 + i])
+    inference.refine(node.outputs[0], shape)
+
+
+@_rule("Resize")
+def _resize(inference: ShapeInference, node: ir.Node) -> None:
+    y = node.outputs[0]
+    have = _input_dims(node, 0)
+    scales = constant(_input(node, 2))
+    sizes = inference.integers(_input(node, 3))
+    if have is None or "axes" in node.attributes or "keep_aspect_ratio_policy" in node.attributes:
+        return
+    if sizes is not None and len(sizes) == len(have):
+        inference.refine(y, list(sizes))
+    elif scales is not None and len(scales) == len(have):
+        whole = [int(s) if float(s).is_integer() else None for s in scales]
+        inference.refine(y, [_arithmetic("*", d, s) for d, s in zip(have, whole, strict=True)])
+
+
+@_rule("Conv", "MaxPool", "AveragePool", "LpPool")
+def _windows(inference: ShapeInference, node: ir.Node) -> None:
+    """Named spatial sizes: ⌊(size + pads − dilation · (kernel − 1) − 1) / stride⌋ + 1, rounded up with ceil_mode."""
+    have = _input_dims(node, 0)
+    weight = _input_dims(node, 1) if node.op_type == "Conv" else None
+    kernel = _attribute(node, "kernel_shape", weight[2:] if weight else None)
+    if have is None or kernel is None or not all(isinstance(k, int) for k in kernel):
+        return
+    count = len(kernel)
+    pads, mode = _attribute(node, "pads", [0] * (2 * count)), _attribute(node, "auto_pad", "NOTSET")
+    dilations, strides = _attribute(node, "dilations", [1] * count), _attribute(node, "strides", [1] * count)
+    shape: list[Dim] = [have[0], None]
+    for i, size in enumerate(have[2:]):
+        if mode.startswith("SAME"):
+            shape.append(size if strides[i] == 1 or size is None else inference.derived("⌈/⌉", size, strides[i]))
+            continue
+        around = 0 if mode == "VALID" else pads[i] + pads[count + i]
+        last = _arithmetic("+", size, around - dilations[i] * (kernel[i] - 1) - 1)
+        if strides[i] == 1 or last is None or isinstance(last, int):
+            shape.append(_arithmetic("+", last, 1) if strides[i] == 1 else None)
+        else:
+            shape.append(inference.derived("⌊/⌋", last, strides[i], _attribute(node, "ceil_mode", 0)))
+    first = node.outputs[0]
+    inference.refine(first, shape)
+    for value in node.outputs[1:]:
+        value.shape = merged(dims(first), dims(value))
 
 
 # Marked as deprecated in an opset that models are written in, though it was defined again later: ONNX does not infer it.
