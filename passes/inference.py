@@ -111,8 +111,7 @@ class ShapeInference:
         for value in node.outputs:
             value.type = value.shape = None
         try:
-            opset = node.version or self._opset
-            self._inferences.setdefault(opset, NodeInference(opset)).stamp(node)
+            self._inference(node.version or self._opset).stamp(node)
         except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
             if (node.domain, node.op_type) in _DEPRECATED:
                 return
@@ -125,6 +124,11 @@ class ShapeInference:
             for value, (type_, shape) in zip(node.outputs, declared, strict=True):
                 value.type = value.type or type_
                 value.shape = merged(dims(value), shape)
+
+    def _inference(self, opset: int) -> NodeInference:
+        if opset not in self._inferences:
+            self._inferences[opset] = NodeInference(opset)
+        return self._inferences[opset]
 
     def name_dimensions(self, value: ir.Value) -> None:
         known = dims(value)

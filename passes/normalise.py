@@ -13,6 +13,7 @@ from ortc.errors import ModelError
 from ortc.graph.names import Names, all_graphs, taken_names
 from ortc.graph.shapes import constant, dims, rank, static
 from ortc.passes.inference import ShapeInference, infer_shapes, merged
+from ortc.passes.inlining import inline_functions, splice, take_place
 from ortc.passes.opset import change_opset
 
 __all__ = ["convert_opset", "fold", "infer_shapes", "prepare"]
@@ -32,9 +33,8 @@ def prepare(model: ir.Model) -> ir.Model:
     Raises:
         ModelError: if functions cannot be inlined, or the graph has a cycle.
     """
-    _inline(model)
+    _inline_functions(model)
     common.RemoveInitializersFromInputsPass()(model)
-    common.OutputFixPass()(model)
     _sort(model)
     _give_names(model.graph)
     _lift_constants(model)
@@ -58,7 +58,7 @@ def convert_opset(model: ir.Model, opset: int) -> ir.Model:
     return model
 
 
-def _inline(model: ir.Model) -> None:
+def _inline_functions(model: ir.Model) -> None:
     """Functions may be written in opsets of their own: then each node says which, until all are brought to the newest."""
     if "ai.onnx" in model.opset_imports:
         model.opset_imports[""] = model.opset_imports.pop("ai.onnx")
@@ -68,11 +68,7 @@ def _inline(model: ir.Model) -> None:
         for node in g.graph.all_nodes() if written_in.get(id(g), newest) != newest else ():
             node.version = written_in[id(g)]
         g.opset_imports[""] = newest
-    try:
-        common.InlinePass()(model)
-    except Exception as error:
-        raise ModelError(f"the model's local functions cannot be inlined: {error.__cause__ or error}") from None
-    model.functions.clear()
+    inline_functions(model)
 
 
 def _sort(model: ir.Model) -> None:
@@ -214,7 +210,7 @@ class _Folding:
         self.inference.visit(node)
         branch = _taken_branch(node)
         if branch is not None:
-            self._inline(graph, node, branch)
+            self._inline(node, branch)
             return
         for body in _bodies(node):
             self.fold(body)
@@ -224,7 +220,7 @@ class _Folding:
         same = _does_nothing(node)
         if arrays is not None:
             for value, array in zip(node.outputs, arrays, strict=True):
-                self._take_place(value, self._constant(value, array))
+                take_place(value, self._constant(value, array))
             graph.remove(node, safe=True)
         elif same is not None and self._bypass(node.outputs[0], same):
             graph.remove(node, safe=True)
@@ -252,15 +248,6 @@ class _Folding:
         self.main.register_initializer(value)
         return value
 
-    def _take_place(self, old: ir.Value, new: ir.Value) -> None:
-        """``new`` gets the uses, the name and, as a graph output, the metadata of ``old``."""
-        if old.is_graph_output():
-            new.metadata_props.update(old.metadata_props)
-        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-        name = old.name
-        old.name = None
-        new.name = name
-
     def _bypass(self, y: ir.Value, x: ir.Value) -> bool:
         """Use ``x`` for ``y``; not where the graph would lose the name of an input, an initializer or another output."""
         x.shape = merged(dims(x), dims(y))
@@ -269,29 +256,16 @@ class _Folding:
             return True
         if x.producer() is None or x.graph is not y.graph or x.is_graph_output():
             return False
-        self._take_place(y, x)
+        take_place(y, x)
         return True
 
-    def _inline(self, graph: ir.Graph, node: ir.Node, branch: ir.Graph) -> None:
-        results = list(branch.outputs)
-        branch.outputs.clear()
-        nodes = list(branch)
-        branch.remove(nodes)
-        graph.insert_before(node, nodes)
-        for y, result in zip(node.outputs, results, strict=True):
-            made_here = result.producer() is not None and result.graph is graph and not result.is_graph_output()
-            if y.is_graph_output() and not made_here:
-                copy = ir.Node("", "Identity", [result], name=self.names.fresh(f"{node.name}/Identity"))
-                graph.insert_before(node, copy)
-                nodes.append(copy)
-                result = copy.outputs[0]
-            if y.is_graph_output():
-                self._take_place(y, result)
-            else:
-                ir.convenience.replace_all_uses_with(y, result)
-        graph.remove(node, safe=True)
-        for copy in nodes:
-            self._fold_node(graph, copy)
+    def _inline(self, node: ir.Node, branch: ir.Graph) -> None:
+        for name in list(branch.initializers):
+            self.main.register_initializer(branch.initializers.pop(name))
+        graph = node.graph
+        assert graph is not None
+        for inner in splice(node, branch, list(branch.outputs), self.names):
+            self._fold_node(graph, inner)
 
 
 def _bodies(node: ir.Node) -> list[ir.Graph]:

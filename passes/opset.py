@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from ortc.errors import ModelError
 from ortc.graph.names import Names, all_graphs, taken_names
 from ortc.graph.shapes import constant, dims, rank
 from ortc.passes.inference import infer_shapes
+from ortc.passes.inlining import inline_call
 
 
 def change_opset(model: ir.Model, opset: int) -> None:
@@ -334,8 +334,21 @@ def _downgrade(model: ir.Model, have: int, want: int) -> None:
     """Nodes as they are where they mean the same, written out where ONNX defines them through others."""
     if any(_fitting(node, have, want) is None for node in _nodes(model.graph)):
         infer_shapes(model)
+    names = Names(taken_names(model.graph))
     problems: list[ir.Node] = []
-    _fit(model, model.graph, have, want, problems)
+    waiting = [(node, have) for node in reversed(list(_nodes(model.graph)))]
+    while waiting:
+        node, opset = waiting.pop()
+        attributes = _fitting(node, opset, want)
+        if attributes is not None:
+            node.attributes.clear()
+            node.attributes.update(attributes)
+        elif (function := _definition(node, opset)) is not None:
+            written_in = function.opset_imports.get("", opset)
+            inner = inline_call(node, function, names)
+            waiting.extend((n, written_in) for n in reversed(inner) if not n.domain)
+        else:
+            problems.append(node)
     if problems:
         lines = [f"- {n.name} ({n.op_type}, opset {_schema(n.op_type, have).since_version})" for n in problems[:20]]
         more = [f"- … and {len(problems) - 20} more"] if len(problems) > 20 else []
@@ -343,41 +356,10 @@ def _downgrade(model: ir.Model, have: int, want: int) -> None:
             f"these nodes of the model (opset {have}) cannot be written in opset {want}, the highest that the target "
             "accepts; export the model for that opset:\n" + "\n".join(lines + more)
         )
-    model.opset_imports[""] = want
-    common.InlinePass()(model)
-
-
-def _name_after(body: ir.Graph, node: ir.Node) -> None:
-    for inner in body:
-        inner.name = f"{node.name}/{inner.op_type}"
-        for value in inner.outputs:
-            value.name = value.name and f"{node.name}/{value.name}"
 
 
 def _schema(op_type: str, opset: int) -> Any:
     return onnx.defs.get_schema(op_type, opset, "")
-
-
-def _fit(model: ir.Model, graph: ir.Graph, have: int, want: int, problems: list[ir.Node]) -> None:
-    for node in _nodes(graph):
-        attributes = _fitting(node, have, want)
-        if attributes is not None:
-            node.attributes.clear()
-            node.attributes.update(attributes)
-            continue
-        function = _definition(node, have)
-        if function is None:
-            problems.append(node)
-            continue
-        body_opset = function.opset_imports.get("", have)
-        node.overload = function.overload = node.name or ""
-        _name_after(function.graph, node)
-        function.opset_imports[""] = want
-        model.functions[function.identifier()] = function
-        inner: list[ir.Node] = []
-        _fit(model, function.graph, body_opset, want, inner)
-        if inner:
-            problems.append(node)
 
 
 def _fitting(node: ir.Node, have: int, want: int) -> dict[str, ir.Attr] | None:
