@@ -227,9 +227,16 @@ class Builder:
         out.shape = like.shape
         return out
 
+    def zeros(self, shape: ir.Value, like: ir.Value) -> ir.Value:
+        """Zeros of a shape (an int64 vector), of the type of ``like``."""
+        assert like.dtype is not None
+        return self.ConstantOfShape(shape, value=ir.tensor(np.zeros(1, like.dtype.numpy())))
+
     def zeros_like(self, x: ir.Value) -> ir.Value:
         """Zeros of the type and shape of ``x``."""
-        return self.expand_like(self.const(0, like=x), x)
+        out = self.zeros(self.shape(x), like=x)
+        out.shape = x.shape
+        return out
 
     def ones_like(self, x: ir.Value) -> ir.Value:
         """Ones of the type and shape of ``x``."""
