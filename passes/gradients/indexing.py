@@ -26,7 +26,7 @@ def add_at(op, x, axes, indices, gradient):
     sizes = [op.dim(x, *part) for part in (before, axes, after)]
     n = op.dim(indices, 1)
     spread = op.vector(sizes[0], n, sizes[2])
-    zeros = op.Expand(op.const(0, like=gradient), op.vector(*sizes))
+    zeros = op.zeros(op.vector(*sizes), like=gradient)
     updates = op.Reshape(gradient, spread, allowzero=1)
     return op.reshape_like(op.ScatterElements(zeros, op.Expand(indices, spread), updates, axis=1, reduction="add"), x)
 
@@ -57,7 +57,7 @@ def gather(op, data, indices, doutput, *, axis=0):
         else:
             before, after = op.Add(size, [index]), -1 - index
         kept = doutput if known.ndim else op.Unsqueeze(doutput, [axis])
-        return op.Pad(kept, op.vector(before, after), None, [axis])
+        return op.Pad(kept, op.vector(before, after), None, [axis], _like=data)
     return add_at(op, data, [axis], op.Reshape(indices, op.vector(1, _count(op, indices), 1), allowzero=1), doutput)
 
 
@@ -76,7 +76,7 @@ def _count(op, x):
 )
 def gather_elements(op, data, indices, doutput, *, axis=0):
     """dY added at the indices"""
-    return op.ScatterElements(op.zeros_like(data), indices, doutput, axis=axis, reduction="add")
+    return op.ScatterElements(op.zeros_like(data), indices, doutput, axis=axis, reduction="add", _like=data)
 
 
 @gradient(
@@ -144,8 +144,10 @@ def scatter_elements(op, data, indices, updates, output, doutput, *, axis=0, red
     """none: dX = dY with zeros at the indices, dU = dY there. add: dX = dY. mul, max, min: see ``_scattered``"""
     return _scattered(
         *(op, data, updates, output, doutput, reduction),
-        lambda base, put, how: op.ScatterElements(base, indices, put, axis=axis, reduction=_unless_none(how)),
-        lambda x: op.GatherElements(x, indices, axis=axis),
+        lambda base, put, how: op.ScatterElements(
+            base, indices, put, axis=axis, reduction=_unless_none(how), _like=data
+        ),
+        lambda x: op.GatherElements(x, indices, axis=axis, _like=updates),
     )
 
 
@@ -165,8 +167,8 @@ def scatter_nd(op, data, indices, updates, output, doutput, *, reduction="none")
     """As ScatterElements"""
     return _scattered(
         *(op, data, updates, output, doutput, reduction),
-        lambda base, put, how: op.ScatterND(base, indices, put, reduction=_unless_none(how)),
-        lambda x: op.GatherND(x, indices),
+        lambda base, put, how: op.ScatterND(base, indices, put, reduction=_unless_none(how), _like=data),
+        lambda x: op.GatherND(x, indices, _like=updates),
     )
 
 
@@ -187,7 +189,7 @@ _TOP = np.array([[3.0, 1.0, 2.0, -1.0], [0.5, 4.0, -2.0, 1.0]])
 )
 def top_k(op, X, Indices, dValues, *, axis=-1):
     """dY at the chosen places among zeros"""
-    return op.ScatterElements(op.zeros_like(X), Indices, dValues, axis=axis)
+    return op.ScatterElements(op.zeros_like(X), Indices, dValues, axis=axis, _like=X)
 
 
 @gradient(
@@ -213,9 +215,9 @@ def compress(op, input, condition, doutput, *, axis=None):
         for axis, exclusive, reverse in ((0, 0, 0), (-1, 1, 0), (1, 0, 1), (0, 1, 1))
     ),
 )
-def cum_sum(op, axis, dy, *, exclusive=0, reverse=0):
+def cum_sum(op, x, axis, dy, *, exclusive=0, reverse=0):
     """The sum of dY from the other end"""
-    return op.CumSum(dy, axis, exclusive=exclusive, reverse=1 - reverse)
+    return op.CumSum(dy, axis, exclusive=exclusive, reverse=1 - reverse, _like=x)
 
 
 @gradient(

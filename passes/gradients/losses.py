@@ -37,7 +37,7 @@ def _subtract_at(op, x, labels, factor):
     places = op.Unsqueeze(labels, [1])
     minus = op.Neg(op.Unsqueeze(factor, [1]) if op.rank(factor) else factor)
     updates = minus if op.rank(factor) else op.expand_like(minus, places)
-    return op.ScatterElements(x, places, updates, axis=1, reduction="add")
+    return op.ScatterElements(x, places, updates, axis=1, reduction="add", _like=x)
 
 
 @gradient(

@@ -41,9 +41,9 @@ def flatten(op, input, doutput):
 
 
 @gradient("Transpose", samples=({"data": (2, 3, 4), "perm": [2, 0, 1]}, {"data": (2, 3)}, {"data": ()}))
-def transpose(op, dtransposed, *, perm=None):
+def transpose(op, data, dtransposed, *, perm=None):
     """dX = dY under the inverse permutation"""
-    return op.Transpose(dtransposed, perm=None if perm is None else np.argsort(perm))
+    return op.Transpose(dtransposed, perm=None if perm is None else np.argsort(perm), _like=data)
 
 
 @gradient(
@@ -53,15 +53,15 @@ def transpose(op, dtransposed, *, perm=None):
 )
 def squeeze(op, data, axes, dsqueezed):
     """The axes are put back."""
-    return op.reshape_like(dsqueezed, data) if axes is None else op.Unsqueeze(dsqueezed, axes)
+    return op.reshape_like(dsqueezed, data) if axes is None else op.Unsqueeze(dsqueezed, axes, _like=data)
 
 
 @gradient(
     "Unsqueeze", wrt="data", samples=({"data": (2, 3), "axes": np.array([0, -1])}, {"data": (), "axes": np.array([0])})
 )
-def unsqueeze(op, axes, dexpanded):
+def unsqueeze(op, data, axes, dexpanded):
     """The axes go again."""
-    return op.Squeeze(dexpanded, axes)
+    return op.Squeeze(dexpanded, axes, _like=data)
 
 
 @gradient(
@@ -81,12 +81,14 @@ def expand(op, doutput):
 def concat(op, inputs, dconcat_result, *, axis):
     """Each input gets its own part of dY, cut out on its own so that an unneeded one costs nothing."""
     [axis] = op.axes(dconcat_result, axis)
+    if len(inputs) == 1:
+        return [dconcat_result]
     parts, start = [], 0
     for x in inputs:
         end = _plus(op, start, op.dim(x, axis))
-        parts.append(op.Slice(dconcat_result, op.vector(start), op.vector(end), [axis]))
+        parts.append(op.Slice(dconcat_result, op.vector(start), op.vector(end), [axis], _like=x))
         start = end
-    return parts if len(parts) > 1 else [dconcat_result]
+    return parts
 
 
 def _plus(op, a, b):
@@ -104,10 +106,10 @@ def _plus(op, a, b):
         {"input": (4,), "split": np.array([4])},
     ),
 )
-def split(op, outputs, doutputs, *, axis=0, num_outputs=None):
+def split(op, input, outputs, doutputs, *, axis=0, num_outputs=None):
     """The parts joined again; zeros where no gradient arrives"""
     parts = [op.zeros_like(y) if d is None else d for y, d in zip(outputs, doutputs, strict=True)]
-    return op.Concat(*parts, axis=axis) if len(parts) > 1 else parts[0]
+    return op.Concat(*parts, axis=axis, _like=input) if len(parts) > 1 else parts[0]
 
 
 def _cut(starts, ends, steps=None, inputs=""):
@@ -141,6 +143,8 @@ def slice_(op, data, starts, ends, axes, steps, doutput):
     A step s is undone by s - 1 zeros after each element; a negative one by reversing first. Then zeros (or, where the
     last step overshoots, cuts) on both sides restore the size.
     """
+    if 0 in op.dims(doutput):
+        return op.zeros_like(data)
     known_axes, known_steps = op.constant(axes), op.constant(steps)
     if (axes is not None and known_axes is None) or (steps is not None and known_steps is None):
         return _put_back(op, data, op.Slice(_positions(op, data), starts, ends, axes, steps), doutput)
@@ -153,10 +157,14 @@ def slice_(op, data, starts, ends, axes, steps, doutput):
     if backwards:
         n = len(backwards)
         doutput = op.Slice(doutput, [-1] * n, [-_END] * n, backwards, [-1] * n)
-    sparse = {a: abs(int(s)) for a, s in zip(along, stride, strict=True) if abs(s) > 1}
-    if sparse:
-        doutput = _dilate(op, doutput, sparse)
-    return op.Pad(doutput, op.vector(first, last), None, along)
+    for axis, step in zip(along, stride, strict=True):
+        doutput = _dilate(op, doutput, axis, abs(int(step)))
+    return doutput if _is_zero(op, first, last) else op.Pad(doutput, op.vector(first, last), None, along, _like=data)
+
+
+def _is_zero(op, *vectors):
+    known = [op.constant(v) for v in vectors]
+    return all(v is not None and not v.any() for v in known)
 
 
 def _bounds(op, data, starts, doutput, along, stride):
@@ -183,17 +191,19 @@ def _sizes(op, x, axes):
     return np.array(known, np.int64) if all(isinstance(d, int) for d in known) else op.Gather(op.shape(x), axes)
 
 
-def _dilate(op, x, steps):
-    """``steps[a] - 1`` zeros after each element along every axis ``a`` of ``steps``."""
-    new = [a + i + 1 for i, a in enumerate(sorted(steps))]
-    gaps = [steps[a] - 1 for a in sorted(steps)]
-    apart = op.Pad(op.Unsqueeze(x, new), [0] * len(new) + gaps, None, new)
-    merged = [_times(op, op.dim(x, a), steps.get(a, 1)) for a in range(op.rank(x))]
+def _dilate(op, x, axis, step):
+    """``step - 1`` zeros after each element along the axis (by Concat: Pad takes ten times as long on a short axis)."""
+    if step == 1:
+        return x
+    sizes = [op.dim(x, a) for a in range(op.rank(x))]
+    zeros = op.zeros(op.vector(*sizes[: axis + 1], step - 1, *sizes[axis + 1 :]), like=x)
+    apart = op.Concat(op.Unsqueeze(x, [axis + 1]), zeros, axis=axis + 1)
+    merged = [*sizes[:axis], _times(op, sizes[axis], step), *sizes[axis + 1 :]]
     return op.Reshape(apart, op.vector(*merged), allowzero=1)
 
 
 def _times(op, size, factor):
-    return size * factor if isinstance(size, int) or factor == 1 else op.Mul(size, [factor])
+    return size * factor if isinstance(size, int) else op.Mul(size, [factor])
 
 
 def _positions(op, data):
@@ -204,7 +214,7 @@ def _positions(op, data):
 
 def _put_back(op, data, positions, gradient):
     """Zeros like ``data`` with the gradient added at the row-major positions."""
-    zeros = op.Expand(op.const(0, like=data), op.Reshape(op.Size(data), [1]))
+    zeros = op.zeros(op.Reshape(op.Size(data), [1]), like=data)
     flat = (op.Reshape(x, [-1]) for x in (positions, gradient))
     return op.reshape_like(op.ScatterElements(zeros, *flat, axis=0, reduction="add"), data)
 
@@ -230,7 +240,7 @@ def pad(op, data, pads, constant_value, axes, doutput, *, mode="constant"):
     if mode != "constant":
         return _put_back(op, data, op.Pad(_positions(op, data), pads, None, axes, mode=mode), doutput), None
     known = op.constant(pads)
-    inside = op.Pad(doutput, op.Neg(pads) if known is None else op.const(-known), None, axes)
+    inside = op.Pad(doutput, op.Neg(pads) if known is None else op.const(-known), None, axes, _like=data)
     if constant_value is None:
         return inside, None
     return inside, op.ReduceSum(doutput, keepdims=0) - op.ReduceSum(inside, keepdims=0)
@@ -252,7 +262,7 @@ def tile(op, input, repeats, doutput):
     times = [op.Slice(repeats, [i], [i + 1]) for i in range(r)] if known is None else [int(n) for n in known]
     apart = [part for axis in range(r) for part in (times[axis], op.dim(input, axis))]
     split = op.Reshape(doutput, op.vector(*apart), allowzero=1)
-    return op.ReduceSum(split, list(range(0, 2 * r, 2)), keepdims=0)
+    return op.ReduceSum(split, list(range(0, 2 * r, 2)), keepdims=0, _like=input)
 
 
 @gradient(
@@ -264,9 +274,9 @@ def tile(op, input, repeats, doutput):
         {"input": (3, 3), "k": np.array(1)},
     ),
 )
-def trilu(op, k, doutput, *, upper=1):
+def trilu(op, input, k, doutput, *, upper=1):
     """The same triangle of dY"""
-    return op.Trilu(doutput, k, upper=upper)
+    return op.Trilu(doutput, k, upper=upper, _like=input)
 
 
 @gradient(
@@ -277,9 +287,9 @@ def trilu(op, k, doutput, *, upper=1):
         {"input": (3, 4), "sequence_lens": np.array([4, 2, 1]), "batch_axis": 0, "time_axis": 1},
     ),
 )
-def reverse_sequence(op, sequence_lens, dY, *, batch_axis=1, time_axis=0):
+def reverse_sequence(op, input, sequence_lens, dY, *, batch_axis=1, time_axis=0):
     """Reversed again"""
-    return op.ReverseSequence(dY, sequence_lens, batch_axis=batch_axis, time_axis=time_axis)
+    return op.ReverseSequence(dY, sequence_lens, batch_axis=batch_axis, time_axis=time_axis, _like=input)
 
 
 @gradient(
@@ -293,4 +303,5 @@ def reverse_sequence(op, sequence_lens, dY, *, batch_axis=1, time_axis=0):
 def center_crop_pad(op, input_data, doutput_data, *, axes=None):
     """Cropped where it was padded, padded where it was cropped"""
     along = op.axes(input_data, axes)
-    return op.CenterCropPad(doutput_data, op.vector(*(op.dim(input_data, a) for a in along)), axes=along)
+    shape = op.vector(*(op.dim(input_data, a) for a in along))
+    return op.CenterCropPad(doutput_data, shape, axes=along, _like=input_data)
