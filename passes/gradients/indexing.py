@@ -232,4 +232,4 @@ def one_hot(op, indices, depth, values, doutput, *, axis=-1):
     """Y = off + hot·(on - off):  d on = Σ dY·hot, d off = Σ dY - d on"""
     hot = op.OneHot(indices, depth, op.Cast(op.const([0, 1]), to=int(values.dtype)), axis=axis)
     on, whole = (op.Reshape(op.ReduceSum(x, keepdims=0), [1]) for x in (doutput * hot, doutput))
-    return op.Concat(whole - on, on, axis=0)
+    return op.Concat(whole - on, on, axis=0, _like=values)

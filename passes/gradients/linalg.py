@@ -94,6 +94,10 @@ def einsum(op, Inputs, dOutput, *, equation):
     twice was read on the diagonal: an identity matrix puts the gradient there.
     """
     terms, result = _labels(equation if isinstance(equation, str) else equation.decode(), [op.rank(x) for x in Inputs])
+    sizes = {}  # more than one per label where an operand is (or may be) broadcast along it
+    for x, term in zip(Inputs, terms, strict=True):
+        for label, size in zip(term, op.dims(x), strict=True):
+            sizes.setdefault(label, set()).add(object() if size is None else size)
     gradients = []
     for position, (x, term) in enumerate(zip(Inputs, terms, strict=True)):
         operands = [dOutput, *Inputs[:position], *Inputs[position + 1 :]]
@@ -110,7 +114,8 @@ def einsum(op, Inputs, dOutput, *, equation):
                 operands.append(op.Expand(op.const(1, like=x), op.vector(op.dim(x, axis))))
                 labels.append(label)
             target += label
-        gradients.append(op.Einsum(*operands, equation=f"{','.join(labels)}->{target}"))
+        like = x if all(len(sizes[label]) == 1 for label in term) else None
+        gradients.append(op.Einsum(*operands, equation=f"{','.join(labels)}->{target}", _like=like))
     return gradients
 
 
@@ -146,4 +151,5 @@ def det(op, X, dY):
     minors = op.Gather(op.Gather(X, others, axis=r - 2), others, axis=r)  # […, i, rows, j, columns]
     minors = op.Transpose(minors, perm=[*range(r - 2), r - 2, r, r - 1, r + 1])
     odd = op.Mod(row + op.Squeeze(row, [1]), 2)
-    return op.Unsqueeze(dY, [-2, -1]) * (op.Det(minors) * op.cast(1 - 2 * odd, X))
+    cofactors = op.Det(minors) * op.cast(1 - 2 * odd, X)
+    return op.Mul(op.Unsqueeze(dY, [-2, -1]), cofactors, _like=X)

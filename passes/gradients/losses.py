@@ -67,7 +67,7 @@ def softmax_cross_entropy_loss(
     if doutput is not None:
         labels, factor = _factors(op, labels, weights, doutput, ignore_index, reduction)
         each = op.Unsqueeze(factor, [1]) if op.rank(factor) else factor
-        total = _subtract_at(op, probability * each, labels, factor)
+        total = _subtract_at(op, op.Mul(probability, each, _like=log_prob), labels, factor)
     if dlog_prob is not None:
         direct = dlog_prob - probability * op.ReduceSum(dlog_prob, [1], keepdims=1)
         total = direct if total is None else total + direct

@@ -57,7 +57,9 @@ def dft(op, input, dft_length, axis, doutput, *, inverse=0, onesided=0):
     whole = _adjoint(
         op, doutput, op.dim(input, along) if length is None else length, along, inverse=inverse, onesided=onesided
     )
-    return _as_real_as(op, _resize(op, whole, along, op.dim(input, along)), input)
+    gradient = _as_real_as(op, _resize(op, whole, along, op.dim(input, along)), input)
+    gradient.shape = input.shape
+    return gradient
 
 
 def _number(op, x):
