@@ -42,17 +42,20 @@ def load_model(path: str | Path) -> ir.Model:
     External data is not read: its tensors map their file when somebody asks for the numbers.
 
     Raises:
-        ModelError: if the file is missing, is not an ONNX model, is cut off, is of an opset or IR version out of range, has
-            no outputs, reads values that nobody makes, or has external data that is missing, too short, or outside of
-            the model's folder.
+        ModelError: if the file is missing, is not an ONNX model, is cut off, is of an opset or IR version out of range,
+            has no outputs, reads values that nobody makes, or has external data that is missing, too short, or outside
+            of the model's folder.
     """
     path = Path(path)
     proto = _parse(path)
     _check_versions(path, proto)
+    if proto.graph.sparse_initializer:
+        names = ", ".join(t.values.name for t in proto.graph.sparse_initializer[:5])
+        raise ModelError(f"{path} has sparse weights ({names}), which are not supported; export them as dense tensors")
     try:
         model = ir.from_proto(proto)
     except Exception as error:
-        raise ModelError(f"{path} is damaged: {_innermost(error)}") from None
+        raise ModelError(f"{path} cannot be read: {_innermost(error)}") from None
     if not model.graph.outputs:
         raise ModelError(f"{path} has no outputs: there is nothing to train towards")
     _check_closed(path, model)
@@ -142,8 +145,8 @@ def _check_closed(path: Path, model: ir.Model) -> None:
                 for value in node.inputs:
                     if value is not None and _is_orphan(value):
                         raise ModelError(
-                            f"{path}: node {node.name or node.op_type!r} ({node.op_type}) reads {value.name!r}, which is "
-                            "neither an input, nor an initializer, nor made by a node"
+                            f"{path}: node {node.name or node.op_type!r} ({node.op_type}) reads {value.name!r}, which "
+                            "is neither an input, nor an initializer, nor made by a node"
                         )
             for value in g.outputs:
                 if _is_orphan(value):
@@ -155,7 +158,7 @@ def _is_orphan(value: ir.Value) -> bool:
 
 
 def _tensors(model: ir.Model) -> Iterator[tuple[str, ir.TensorProtocol]]:
-    """Every tensor of the model, with a description for people: weights, and attributes of nodes, in every nested graph."""
+    """Every tensor of the model, with a description for people: weights and attributes, in every nested graph."""
     for graph in [model.graph, *(f.graph for f in model.functions.values())]:
         for g in all_graphs(graph):
             for name, value in g.initializers.items():
@@ -220,9 +223,9 @@ def write_safetensors(
 ) -> None:
     """Write tensors into a safetensors file, one after the other; external data goes from file to file.
 
-    The bytes depend only on names and contents. Layout as in the safetensors specification: eight bytes with the length of
-    the header (little endian), a JSON header padded with spaces to a multiple of eight, the data without gaps. Wide
-    element types come first, so that every tensor is aligned.
+    The bytes depend only on names and contents. Layout as in the safetensors specification: eight bytes with the length
+    of the header (little endian), a JSON header padded with spaces to a multiple of eight, the data without gaps.
+    Wide element types come first, so that every tensor is aligned.
 
     Args:
         path: the file; it is overwritten, and on disk when this returns.
@@ -247,7 +250,9 @@ def _safetensors_header(tensors: Mapping[str, ir.TensorProtocol], metadata: Mapp
     offset = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in SAFETENSORS_TYPES:
-            raise ModelError(f"the weight {name!r} has the type {tensor.dtype.name}, which a safetensors file cannot hold")
+            raise ModelError(
+                f"the weight {name!r} has the type {tensor.dtype.name}, which safetensors files do not have"
+            )
         header[name] = {
             "dtype": SAFETENSORS_TYPES[tensor.dtype],
             "shape": [int(d) for d in tensor.shape],  # type: ignore[arg-type]
@@ -263,7 +268,9 @@ def _write_tensor(file: BinaryIO, name: str, tensor: ir.TensorProtocol) -> None:
     start = file.tell()
     try:
         tensor.tofile(file)  # type: ignore[attr-defined]
-    except ValueError as error:
+    except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the file that is written
         raise ModelError(f"cannot read the weight {name!r}: {error}") from None
     if file.tell() - start != tensor.nbytes:
         raise ModelError(f"the data of the weight {name!r} is cut off; its file changed since the model was read")
