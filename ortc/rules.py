@@ -87,12 +87,13 @@ class GradientRule:
 
     def _add_outputs(self, op: Any, node: ir.Node) -> None:
         """Give the forward node the optional outputs that the rule reads."""
-        if self.variadic_output:
-            return
-        count = max((self.outputs.index(name) + 1 for kind, name in self.arguments if kind == "output"), default=0)
-        if count > len(node.outputs):
-            node.resize_outputs(count)
-        unnamed = [(v, formal) for v, formal in zip(node.outputs[:count], self.outputs, strict=False) if not v.name]
+        read = [self.outputs.index(name) for kind, name in self.arguments if kind == "output"]
+        last = len(self.outputs) - 1
+        if read and max(read) >= len(node.outputs):
+            node.resize_outputs(max(read) + 1)
+        count = len(node.outputs) if self.variadic_output and last in read else max(read, default=-1) + 1
+        formals = [self.outputs[min(position, last)] for position in range(count)]
+        unnamed = [(v, formal) for v, formal in zip(node.outputs, formals, strict=False) if not v.name]
         for value, formal in unnamed:
             value.name = op.names.fresh(f"{node.name}.{formal}")
         if unnamed:
