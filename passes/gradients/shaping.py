@@ -104,6 +104,7 @@ def _plus(op, a, b):
         {"input": (7, 2), "num_outputs": 3, "_outputs": 3},
         {"input": (6, 2), "num_outputs": 2, "_outputs": 2},
         {"input": (4,), "split": np.array([4])},
+        {"input": (6, 2), "split": np.array([2, 1, 3]), "_outputs": ["a", "", "b"]},
     ),
 )
 def split(op, input, outputs, doutputs, *, axis=0, num_outputs=None):
@@ -145,13 +146,12 @@ def slice_(op, data, starts, ends, axes, steps, doutput):
     """
     if 0 in op.dims(doutput):
         return op.zeros_like(data)
-    known_axes, known_steps = op.constant(axes), op.constant(steps)
-    if (axes is not None and known_axes is None) or (steps is not None and known_steps is None):
+    along, stride = op.constant(axes), op.constant(steps)
+    count = op.dims(starts)[0]
+    if (axes is not None and along is None) or (steps is not None and stride is None) or not isinstance(count, int):
         return _put_back(op, data, op.Slice(_positions(op, data), starts, ends, axes, steps), doutput)
-    if known_axes is None:
-        known_axes = np.arange(op.dims(starts)[0])
-    along = op.axes(data, known_axes)
-    stride = np.ones(len(along), np.int64) if known_steps is None else known_steps.astype(np.int64)
+    along = op.axes(data, range(count) if along is None else along)
+    stride = np.ones(count, np.int64) if stride is None else stride.astype(np.int64)
     first, last = _bounds(op, data, starts, doutput, along, stride)
     backwards = [a for a, s in zip(along, stride, strict=True) if s < 0]
     if backwards:
