@@ -1,6 +1,6 @@
 """The losses of the standard.
 
-Class weights get no gradient (as PyTorch). A mean over no target at all is 0/0, as PyTorch's.
+As in PyTorch, class weights get no gradient; and where every target is ignored the mean is 0/0, its gradient 0.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ def _factors(op, labels, weights, dloss, ignore_index, reduction):
 
     The factor is a scalar where all are equal, else of the labels' shape.
     """
-    weight = None
-    if ignore_index is not None:
-        valid = op.Not(op.Equal(labels, ignore_index))
+    valid = None if ignore_index is None else op.Not(op.Equal(labels, ignore_index))
+    if valid is not None:
         labels = op.where(valid, labels, 0, like=labels)
-        of_valid = 1 if weights is None else op.Gather(weights, labels)
-        weight = op.where(valid, of_valid, 0, like=dloss)
-    elif weights is not None:
-        weight = op.Gather(weights, labels)
+    weight = None if weights is None else op.Gather(weights, labels)
     if reduction == "mean":
-        dloss = dloss / (op.size(labels, like=dloss) if weight is None else op.ReduceSum(weight, keepdims=0))
-    return labels, dloss if weight is None else dloss * weight
+        counted = weight if valid is None else op.where(valid, 1 if weight is None else weight, 0, like=dloss)
+        dloss = dloss / (op.size(labels, like=dloss) if counted is None else op.ReduceSum(counted, keepdims=0))
+    factor = dloss if weight is None else dloss * weight
+    return labels, factor if valid is None else op.where(valid, factor, 0, like=dloss)
 
 
-def _subtract_at(op, x, labels, factor):
-    """``x`` [N, C, …] minus the factor at each label's class."""
+def _each(op, factor):
+    """The factors along the classes of [N, C, …]"""
+    return op.Unsqueeze(factor, [1]) if op.rank(factor) else factor
+
+
+def _subtract_at(op, x, labels, each):
+    """``x`` [N, C, …] minus each label's factor at its class."""
     places = op.Unsqueeze(labels, [1])
-    minus = op.Neg(op.Unsqueeze(factor, [1]) if op.rank(factor) else factor)
-    updates = minus if op.rank(factor) else op.expand_like(minus, places)
-    return op.ScatterElements(x, places, updates, axis=1, reduction="add", _like=x)
+    return op.ScatterElements(x, places, op.expand_like(-each, places), axis=1, reduction="add", _like=x)
 
 
 @gradient(
@@ -66,8 +67,8 @@ def softmax_cross_entropy_loss(
     probability, total = op.Exp(log_prob), None
     if doutput is not None:
         labels, factor = _factors(op, labels, weights, doutput, ignore_index, reduction)
-        each = op.Unsqueeze(factor, [1]) if op.rank(factor) else factor
-        total = _subtract_at(op, op.Mul(probability, each, _like=log_prob), labels, factor)
+        each = _each(op, factor)
+        total = _subtract_at(op, op.Mul(probability, each, _like=log_prob), labels, each)
     if dlog_prob is not None:
         direct = dlog_prob - probability * op.ReduceSum(dlog_prob, [1], keepdims=1)
         total = direct if total is None else total + direct
@@ -87,4 +88,4 @@ def softmax_cross_entropy_loss(
 def negative_log_likelihood_loss(op, input, target, weight, dloss, *, ignore_index=None, reduction="mean"):
     """dX = -f at the labels, f a label's factor"""
     labels, factor = _factors(op, target, weight, dloss, ignore_index, reduction)
-    return _subtract_at(op, op.zeros_like(input), labels, factor)
+    return _subtract_at(op, op.zeros_like(input), labels, _each(op, factor))
