@@ -1,17 +1,18 @@
 """Types and shapes of every value.
 
-ONNX's own inference is asked node by node, with a memory (:class:`ortc.graph.shapes.NodeInference`): no weight is serialised,
-a mistake is told with the node's name, and the repeated layers of a model cost nothing. Two things are added, since later
-passes need every rank, and equal sizes under equal names:
+ONNX's own inference is asked node by node, with a memory (:class:`ortc.graph.shapes.NodeInference`): no weight is
+serialised, a mistake is told with the node's name, and the repeated layers of a model cost nothing. Two things are
+added, since later passes need every rank, and equal sizes under equal names:
 
-- integer tensors that hold sizes are followed through the graph with symbolic entries (``Shape → Gather → Concat → Reshape``),
-  where ONNX loses track of them;
+- integer tensors that hold sizes are followed through the graph with symbolic entries (``Shape → Gather → Concat →
+  Reshape``), where ONNX loses track of them;
 - a dimension that stays unknown gets a name of its own, so that what is computed from it elementwise is known to have
   the same size.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -31,7 +32,7 @@ _FOLLOWED = 64
 def infer_shapes(model: ir.Model) -> ir.Model:
     """Give every value of the model its type and shape, in place; dimensions are numbers or names.
 
-    Equal names are equal sizes. One assumption goes beyond ONNX: a slice ``[:n]`` of a longer constant dimension has the
+    Equal names are equal sizes. One assumption goes beyond ONNX: a slice ``[:n]`` of a constant dimension has the
     length ``n`` (a model that slices beyond the end of its mask fails anyway). Values behind operators that nothing is
     known about stay as the model declares them.
 
@@ -55,7 +56,7 @@ class ShapeInference:
         for g in all_graphs(graph):
             for value in g.initializers.values():
                 if value.const_value is not None:
-                    value.dtype, value.shape = value.const_value.dtype, ir.Shape(value.const_value.shape)
+                    value.dtype, value.shape = value.const_value.dtype, ir.Shape(value.const_value.shape.numpy())
         for value in graph.inputs:
             self.name_dimensions(value)
 
@@ -169,14 +170,20 @@ def _describe(node: ir.Node) -> str:
 # ---- arithmetic with sizes -------------------------------------------------------------------------------------------
 
 
+_OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+}
+
+
 @cache
 def _symbolic(operation: str, a: int | str, b: int | str) -> Dim:
-    """``a`` and ``b`` added, subtracted, multiplied or divided, in one canonical spelling; None if it is none of a size."""
+    """``a`` and ``b`` added, subtracted, multiplied or divided, in one canonical spelling; None if that is no size."""
     left, right = (ir.SymbolicDim(x) if isinstance(x, str) else x for x in (a, b))
     try:
-        result = {"+": lambda: left + right, "-": lambda: left - right, "*": lambda: left * right, "/": lambda: left / right}[
-            operation
-        ]()
+        result = _OPERATIONS[operation](left, right)
     except (ValueError, ZeroDivisionError):  # a name that is no expression
         return None
     if isinstance(result, ir.SymbolicDim) and result.value is not None:
@@ -192,7 +199,7 @@ def _arithmetic(operation: str, a: Dim, b: Dim) -> Dim:
     if isinstance(a, int) and isinstance(b, int):
         if operation == "/":
             return None if b == 0 else int(a / b)  # ONNX truncates
-        return {"+": a + b, "-": a - b, "*": a * b}[operation]
+        return int(_OPERATIONS[operation](a, b))
     if operation == "*" and 0 in (a, b):
         return 0
     if operation in "+*" and isinstance(a, int):
@@ -377,7 +384,7 @@ def _extreme(node: ir.Node, *operands: np.ndarray) -> Any:
 @_entries("ReduceProd")
 def _reduce_prod(node: ir.Node, data: np.ndarray, axes: np.ndarray | None = None) -> Any:
     total = _product(list(data.flat))
-    return [total] * 1 if _attribute(node, "keepdims", 1) else total
+    return [total] if _attribute(node, "keepdims", 1) else total
 
 
 @_rule("Shape")
@@ -455,9 +462,8 @@ def _expand(inference: ShapeInference, node: ir.Node) -> None:
         inference.refine(node.outputs[0], _broadcast(have, tuple(want)))
     known = inference.integers(_input(node, 0))
     shape = dims(node.outputs[0])
-    if known is not None and known.size == 1 and shape is not None and all(isinstance(d, int) for d in shape):
-        if np.prod(shape, dtype=int) <= _FOLLOWED:  # type: ignore[arg-type]
-            inference.learn(node.outputs[0], np.full(shape, known.item(), dtype=object))  # type: ignore[arg-type]
+    if known is not None and shape is not None and all(isinstance(d, int) and d <= _FOLLOWED for d in shape):
+        inference.learn(node.outputs[0], np.broadcast_to(known, shape))  # type: ignore[arg-type]
 
 
 @_rule("ConstantOfShape")
@@ -528,8 +534,10 @@ def _slice_length(size: Dim, start: Dim, end: Dim) -> Dim:
         return None
     if isinstance(size, int) and isinstance(end, int):
         end = max(min(end, size), 0)
-    elif isinstance(end, int):  # a number of a named size: it may be shorter
-        return None
+    elif isinstance(size, str) and end != size:  # which is larger must follow from the names
+        spare = _arithmetic("-", size, end)
+        if not isinstance(spare, int) or spare < 0:
+            return None
     if isinstance(start, int) and isinstance(end, int):
         return max(end - start, 0)
     return _arithmetic("-", end, start)
@@ -619,7 +627,7 @@ def _windows(inference: ShapeInference, node: ir.Node) -> None:
         value.shape = merged(dims(first), dims(value))
 
 
-# Marked as deprecated in an opset that models are written in, though it was defined again later: ONNX does not infer it.
+# Marked as deprecated in an opset that models are written in, though defined again later: ONNX does not infer it.
 _DEPRECATED = {("", "GroupNormalization")}
 
 
@@ -627,8 +635,10 @@ _DEPRECATED = {("", "GroupNormalization")}
 
 # Their first output is like their first input.
 _LIKE_FIRST = {
-    "com.microsoft": ("Gelu", "FastGelu", "BiasGelu", "QuickGelu", "BiasSoftmax", "BiasDropout", "RotaryEmbedding")
-    + ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "GroupNorm", "Inverse"),
+    "com.microsoft": (
+        *("Gelu", "FastGelu", "BiasGelu", "QuickGelu", "BiasSoftmax", "BiasDropout", "RotaryEmbedding"),
+        *("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "GroupNorm", "Inverse"),
+    ),
     "": ("SimplifiedLayerNormalization", "GroupNormalization"),
 }
 
@@ -718,7 +728,7 @@ def _loop(inference: ShapeInference, node: ir.Node) -> None:
         y.type, y.shape = inner.type, inner.shape
     for y, result in zip(node.outputs[count:], body.outputs[1 + count :], strict=True):
         y.type, inner_dims = result.type, dims(result)
-        y.shape = None if inner_dims is None else ir.Shape([None, *_outside(inner_dims)])
+        y.shape = None if inner_dims is None else ir.Shape([None, *inner_dims])
 
 
 def _scan(inference: ShapeInference, node: ir.Node) -> None:
@@ -745,13 +755,9 @@ def _scan(inference: ShapeInference, node: ir.Node) -> None:
         if inner_dims is None:
             y.shape = None
             continue
-        outer = list(_outside(inner_dims))
+        outer: list[Dim] = list(inner_dims)
         outer.insert(axis % (len(outer) + 1), length)
         y.shape = ir.Shape(outer)
-
-
-def _outside(inner: Dims) -> Dims:
-    return inner
 
 
 def _settle_states(

@@ -1,10 +1,12 @@
 """Putting the body of a function, or the taken branch of an If, in the place of the node that runs it.
 
-onnx_ir's InlinePass is not used: it looks for free names by counting up from one, and compares all functions with each other, so
-that its time is quadratic in the calls (4,000 calls of one function: 4.7 s), and its names do not say which call they are from.
+onnx_ir's InlinePass is not used: it looks for free names by counting up from one, so that its time is quadratic in the
+calls (4,000 calls of one function: 4.7 s, here 0.35 s), and its names do not say which call a node is from.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
@@ -21,7 +23,9 @@ def inline_functions(model: ir.Model) -> None:
     if not model.functions:
         return
     names = Names(taken_names(model.graph))
-    waiting = [(node, ()) for graph in all_graphs(model.graph) for node in graph][::-1]
+    waiting: list[tuple[ir.Node, tuple[ir.OperatorIdentifier, ...]]]
+    waiting = [(node, ()) for graph in all_graphs(model.graph) for node in graph]
+    waiting.reverse()
     while waiting:
         node, callers = waiting.pop()
         identifier = node.op_identifier()
@@ -42,8 +46,8 @@ def inline_call(node: ir.Node, function: ir.Function, names: Names) -> list[ir.N
     """
     if len(node.inputs) > len(function.inputs) or len(node.outputs) > len(function.outputs):
         raise ModelError(
-            f"node {node.name!r} calls the function {node.op_type!r} with {len(node.inputs)} inputs and {len(node.outputs)} "
-            f"outputs, but it has {len(function.inputs)} and {len(function.outputs)}"
+            f"node {node.name!r} calls the function {node.op_type!r} with {len(node.inputs)} inputs and "
+            f"{len(node.outputs)} outputs, but it has {len(function.inputs)} and {len(function.outputs)}"
         )
     call = node.name or names.fresh(node.op_type)
     inner = list(function.graph.all_nodes())
@@ -53,7 +57,7 @@ def inline_call(node: ir.Node, function: ir.Function, names: Names) -> list[ir.N
         for value in n.outputs:
             value.name = value.name and names.fresh(f"{call}/{value.name}")
         _bind_attributes(n, node, function)
-    results = list(function.outputs)
+    results: list[ir.Value | None] = list(function.outputs)
     for i, formal in enumerate(function.inputs):
         actual = node.inputs[i] if i < len(node.inputs) else None
         results = [actual if r is formal else r for r in results]
@@ -68,13 +72,14 @@ def _bind_attributes(inner: ir.Node, call: ir.Node, function: ir.Function) -> No
     for name, attribute in list(inner.attributes.items()):
         if not attribute.is_ref():
             continue
-        given = call.attributes.get(attribute.ref_attr_name) or function.attributes.get(attribute.ref_attr_name)
+        outer = attribute.ref_attr_name or ""
+        given = call.attributes.get(outer) or function.attributes.get(outer)
         del inner.attributes[name]
         if given is not None and given.value is not None:
             inner.attributes[name] = ir.Attr(name, given.type, given.value)
 
 
-def splice(node: ir.Node, body: ir.Graph, results: list[ir.Value | None], names: Names) -> list[ir.Node]:
+def splice(node: ir.Node, body: ir.Graph, results: Sequence[ir.Value | None], names: Names) -> list[ir.Node]:
     """Put the nodes of ``body`` in the place of ``node``, whose outputs they take over; return them."""
     graph = node.graph
     assert graph is not None

@@ -26,8 +26,9 @@ def prepare(model: ir.Model) -> ir.Model:
     """Tidy a model in place, at its own opset, without changing what it computes.
 
     Model-local functions are inlined; Constant nodes (but those of strings) and initializers of nested graphs become
-    initializers of the main graph; no initializer is an input; every node has a unique name, and so has every value (but
-    outputs that a node leaves out: those have none); nodes are in topological order; nodes that nothing needs are gone.
+    initializers of the main graph; no initializer is an input; every node has a unique name, and so has every value
+    (but outputs that a node leaves out: those have none); nodes are in topological order; nodes that nothing needs are
+    gone.
     Initializers that nothing needs stay: the compiler reports them.
 
     Raises:
@@ -46,9 +47,9 @@ def prepare(model: ir.Model) -> ir.Model:
 def convert_opset(model: ir.Model, opset: int) -> ir.Model:
     """Bring a prepared model to an opset of the ONNX standard, in place.
 
-    Initializers, inputs and outputs keep their names and shapes, and so do all nodes that need no change. Going up, the steps of
-    :mod:`ortc.passes.opset` apply. Going down, an operator that has changed since only in what the node does not use
-    stays as it is; one that ONNX defines through others is written out.
+    Initializers, inputs and outputs keep their names and shapes, and so do all nodes that need no change. Going up, the
+    steps of :mod:`ortc.passes.opset` apply. Going down, an operator that has changed since only in what the node does
+    not use stays as it is; one that ONNX defines through others is written out.
 
     Raises:
         ModelError: naming the nodes that cannot be expressed in ``opset``.
@@ -59,15 +60,16 @@ def convert_opset(model: ir.Model, opset: int) -> ir.Model:
 
 
 def _inline_functions(model: ir.Model) -> None:
-    """Functions may be written in opsets of their own: then each node says which, until all are brought to the newest."""
+    """Functions may be written in opsets of their own: then each node says which, until all are in the newest."""
     if "ai.onnx" in model.opset_imports:
         model.opset_imports[""] = model.opset_imports.pop("ai.onnx")
-    written_in = {id(g): g.opset_imports[""] for g in (model, *model.functions.values()) if "" in g.opset_imports}
-    newest = max(written_in.values(), default=DEFAULT_OPSET)
-    for g in (model, *model.functions.values()):
-        for node in g.graph.all_nodes() if written_in.get(id(g), newest) != newest else ():
-            node.version = written_in[id(g)]
-        g.opset_imports[""] = newest
+    graphs = [(model.graph, model.opset_imports), *((f.graph, f.opset_imports) for f in model.functions.values())]
+    newest = max((imports[""] for _, imports in graphs if "" in imports), default=DEFAULT_OPSET)
+    for graph, imports in graphs:
+        if imports.setdefault("", newest) < newest:
+            for node in graph.all_nodes():
+                node.version = imports[""]
+            imports[""] = newest
     inline_functions(model)
 
 
@@ -144,7 +146,7 @@ def _lift_constant(graph: ir.Graph, node: ir.Node) -> None:
     lifted = ir.Value(
         name=old.name,
         type=ir.TensorType(tensor.dtype),
-        shape=ir.Shape(tensor.shape),
+        shape=ir.Shape(tensor.shape.numpy()),
         const_value=tensor,
         doc_string=old.doc_string,
         metadata_props=dict(old.metadata_props),
@@ -163,27 +165,29 @@ def _remove_dead_nodes(model: ir.Model) -> None:
         model.graph.register_initializer(value)
 
 
-# Operators that are not evaluated though their inputs are constants: random ones (dropout gets its training form later), and
-# those that say how a model was quantised.
-_NOT_FOLDED = frozenset(
-    ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout")
-    + ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
-)
+# Operators that are not evaluated though their inputs are constants: random ones (dropout gets its training form
+# later), and those that say how a model was quantised.
+_NOT_FOLDED = {
+    *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout"),
+    *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"),
+}
 
-# Constants larger than this are not computed with, and none larger than the inputs or the second number is made.
+# Constants of more elements than the first are not computed with; what is made has at most as many as the inputs, or
+# as the second.
 _LARGEST_INPUT, _LARGEST_OUTPUT = 1 << 20, 1 << 12
 
 
 def fold(model: ir.Model) -> ir.Model:
     """Simplify a model in place: whatever is constant is computed, what does nothing goes; the interface stays.
 
-    Initializers count as constants, graph inputs do not: so a parameter that is a graph input is never folded. An If with a
-    constant condition gives way to its branch. Dropout stays. Initializers that nothing reads stay, but those go that
-    only folded nodes have read. Types and shapes are inferred on the way.
+    Initializers count as constants, graph inputs do not: so a parameter that is a graph input is never folded. An If
+    with a constant condition gives way to its branch. Dropout stays. Initializers that nothing reads stay, but those go
+    that only folded nodes have read. Types and shapes are inferred on the way.
 
     Raises:
         ModelError: as :func:`infer_shapes`.
     """
+    # onnxscript's folder is not used: it removes Dropout whatever it is told, and leaves outputs that nobody makes.
     spare = {v for v in model.graph.initializers.values() if not v.uses()}
     _Folding(model.graph).fold(model.graph)
     _remove_dead_nodes(model)
@@ -244,13 +248,14 @@ class _Folding:
     def _constant(self, like: ir.Value, array: np.ndarray) -> ir.Value:
         name = self.names.fresh(like.name or "constant")
         value = ir.Value(name=name, const_value=ir.tensor(array, dtype=like.dtype, name=name))
-        value.dtype, value.shape = like.dtype, ir.Shape(array.shape)
+        value.type, value.shape = like.type, ir.Shape(array.shape)
         self.main.register_initializer(value)
         return value
 
     def _bypass(self, y: ir.Value, x: ir.Value) -> bool:
-        """Use ``x`` for ``y``; not where the graph would lose the name of an input, an initializer or another output."""
-        x.shape = merged(dims(x), dims(y))
+        """Use ``x`` for ``y``; not where an input, an initializer or another output would lose its name."""
+        if x.producer() is not None:
+            x.shape = merged(dims(x), dims(y))
         if not y.is_graph_output():
             ir.convenience.replace_all_uses_with(y, x)
             return True
@@ -284,13 +289,17 @@ def _taken_branch(node: ir.Node) -> ir.Graph | None:
 
 def _evaluate(node: ir.Node, opset: int) -> list[np.ndarray] | None:
     """Compute a node with constant inputs; None if ONNX's reference implementation cannot, or finds another type."""
-    feeds = {v.name: v.const_value.numpy() for v in node.inputs if v is not None and v.const_value is not None}
+    feeds = {v.name or "": v.const_value.numpy() for v in node.inputs if v is not None and v.const_value is not None}
     try:
         results = ReferenceEvaluator(ir.to_proto(node), opsets={"": opset}).run(None, feeds)
     except Exception:
         return None
     for value, result in zip(node.outputs, results, strict=True):
-        if not isinstance(result, np.ndarray | np.generic) or value.dtype is None or result.dtype != value.dtype.numpy():
+        if (
+            not isinstance(result, np.ndarray | np.generic)
+            or value.dtype is None
+            or result.dtype != value.dtype.numpy()
+        ):
             return None
     return [np.asarray(result) for result in results]
 

@@ -1,9 +1,9 @@
 """Any opset from 7 on to the target's: what changed in the standard's operators, as a table of steps.
 
-Why not a library's converter: ``onnxscript.version_converter`` starts at opset 18 and cannot go down. That of ``onnx`` serialises
-the model, and over the cases of ``tests/test_normalise.py`` (onnx 1.23.2, outputs compared in ONNX Runtime) its results are
-wrong for Hardmax before opset 13, for Upsample and Resize before 11 (fractional scales, or linear), and do not run for
-GroupNormalization before 21.
+Why not a library's converter: ``onnxscript.version_converter`` starts at opset 18 and cannot go down. That of ``onnx``
+serialises the model, and over the cases of ``tests/test_normalise.py`` (onnx 1.23.2, outputs compared in ONNX Runtime)
+its results are wrong for Hardmax before opset 13 and for Upsample and Resize before 11 (fractional scales, or linear),
+and do not run for GroupNormalization before 21.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ortc.passes.inlining import inline_call
 
 
 def change_opset(model: ir.Model, opset: int) -> None:
-    """Rewrite every node for ``opset``, in place. A node with a ``version`` was written for that opset, the others for the model's.
+    """Rewrite every node for ``opset``, in place; see :func:`ortc.passes.normalise.convert_opset`.
 
-    See :func:`ortc.passes.normalise.convert_opset`.
+    A node with a ``version`` was written for that opset, the others for the model's.
     """
     have = model.opset_imports[""]
     _upgrade(model, have, opset)
@@ -84,7 +84,7 @@ class _Editor:
         data = np.asarray(array, dtype=dtype)
         name = self.names.fresh(f"{node.name}/{what}")
         value = ir.Value(name=name, const_value=ir.tensor(data, name=name))
-        value.dtype, value.shape = ir.DataType.from_numpy(data.dtype), ir.Shape(data.shape)
+        value.type, value.shape = ir.TensorType(ir.DataType.from_numpy(data.dtype)), ir.Shape(data.shape)
         self.main.register_initializer(value)
         return value
 
@@ -103,7 +103,7 @@ class _Editor:
         name = self.names.fresh(f"{node.name}/{op_type}")
         new = ir.node(op_type, [y, *more], attributes, name=name, metadata_props=dict(node.metadata_props))
         z = new.outputs[0]
-        z.dtype, z.shape, z.doc_string = y.dtype, y.shape, y.doc_string
+        z.type, z.shape, z.doc_string = y.type, y.shape, y.doc_string
         z.metadata_props.update(y.metadata_props)
         assert node.graph is not None
         node.graph.insert_after(node, new)
@@ -183,10 +183,10 @@ def _upsample_10(edit: _Editor, node: ir.Node) -> None:
 
 @_since(11, "Resize")
 def _resize_11(edit: _Editor, node: ir.Node) -> None:
-    """Until then pixels were measured from their corners. Nothing said which is the nearest: this is ONNX Runtime's choice."""
+    """Until then pixels were measured from their corners; which is the nearest nothing said: this is ONNX Runtime's."""
     scales = constant(node.inputs[1])
-    shrinks = scales is not None and bool((scales < 1).any())
-    if shrinks and (scales > 1).any() and node.attributes.get_string("mode", "nearest") == "nearest":
+    shrinks, grows = (False, False) if scales is None else (np.any(scales < 1), np.any(scales > 1))
+    if shrinks and grows and node.attributes.get_string("mode", "nearest") == "nearest":
         raise _refuse(node, "shrinks one axis and enlarges another, by a rule that no opset from 11 on has")
     _set_input(node, 2, node.inputs[1])
     node.replace_input_with(1, None)
@@ -385,9 +385,8 @@ def _fitting(node: ir.Node, have: int, want: int) -> dict[str, ir.Attr] | None:
             attributes[name] = ir.from_proto(default)
     if any(a.required and name not in attributes for name, a in old.attributes.items()):
         return None
-    return attributes if _ports_fit(node.inputs, new.inputs, old.inputs) and _ports_fit(
-        node.outputs, new.outputs, old.outputs
-    ) else None
+    fits = _ports_fit(node.inputs, new.inputs, old.inputs) and _ports_fit(node.outputs, new.outputs, old.outputs)
+    return attributes if fits else None
 
 
 def _ports_fit(values: Any, new: Any, old: Any) -> bool:
@@ -413,7 +412,8 @@ def _definition(node: ir.Node, opset: int) -> ir.Function | None:
         return ir.from_proto(schema.function_body)
     if not schema.has_context_dependent_function:
         return None
-    for i, value in enumerate(node.outputs):  # what is left out would be missing in the middle of the function's outputs
+    # What is left out in the middle would be missing among the function's outputs.
+    for i, value in enumerate(node.outputs):
         value.name = value.name or f"{node.name}.{i}"
     types = [b"" if v is None or v.type is None else _type_proto(v).SerializeToString() for v in node.inputs]
     version = max(v for v in schema.context_dependent_function_opset_versions if v <= opset)

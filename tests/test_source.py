@@ -1,4 +1,4 @@
-"""Reading a model: every fault of a file is told in words; weights are not read; safetensors files are whole and the same."""
+"""Reading a model: every fault of a file is told in words; weights are not read; safetensors files are whole."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_weights_with_too_few_bytes(tmp_path: Path):
     assert "the weight 'w' has 44 bytes" in error(write(tmp_path, model(weight)))
 
 
-# ---- external data ---------------------------------------------------------------------------------------------------------
+# ---- external data ---------------------------------------------------------------------------------------------------
 
 
 def test_external_data_that_is_missing(tmp_path: Path):
@@ -241,7 +241,7 @@ def test_external_data_of_constants_branches_and_functions_is_checked(tmp_path: 
     load_model(write(tmp_path, proto))
 
 
-# ---- safetensors -----------------------------------------------------------------------------------------------------------
+# ---- safetensors -----------------------------------------------------------------------------------------------------
 
 TYPES = [
     "float64",
