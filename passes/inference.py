@@ -74,7 +74,7 @@ class ShapeInference:
         body_rule = _BODIES.get(node.op_type) if not node.domain else None
         rule = _RULES.get((node.domain, node.op_type))
         if body_rule is not None:
-            body_rule(self, node)
+            self._infer_bodies(node, body_rule)
         elif all(v is None or isinstance(v.type, ir.TensorType) for v in node.inputs):
             self._stamp(node)
         if rule is not None:
@@ -106,6 +106,14 @@ class ShapeInference:
         if expression not in self._derived:
             self._derived[expression] = self._names.fresh("dim")
         return self._derived[expression]
+
+    def _infer_bodies(self, node: ir.Node, rule: Callable[[ShapeInference, ir.Node], None]) -> None:
+        if node.op_type == "Scan" and self._opset < 9:
+            return  # it had another form then, which no later opset has
+        try:
+            rule(self, node)
+        except (ValueError, KeyError):
+            raise ModelError(f"node {node.name!r} ({node.op_type}): its bodies do not fit its inputs and outputs") from None
 
     def _stamp(self, node: ir.Node) -> None:
         declared = [(value.type, dims(value)) for value in node.outputs]
@@ -701,12 +709,16 @@ def _sequence_length(inference: ShapeInference, node: ir.Node) -> None:
 
 
 def _if(inference: ShapeInference, node: ir.Node) -> None:
-    branches = [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
+    """A branch that is never taken may be wrong: exporters write one for each rank that a value might have had."""
+    condition = inference.integers(node.inputs[0])
+    taken = None if condition is None else condition.item()
+    names = ("then_branch", "else_branch") if taken is None else ("then_branch" if taken else "else_branch",)
+    branches = [node.attributes[name].as_graph() for name in names]
     for branch in branches:
         inference.visit_all(branch)
     for y, *results in zip(node.outputs, *(b.outputs for b in branches), strict=True):
-        y.type = results[0].type or results[1].type or y.type
-        y.shape = _common(*results)
+        y.type = results[0].type or results[-1].type or y.type
+        y.shape = _common(results[0], results[-1])
 
 
 def _common(a: ir.Value, b: ir.Value) -> ir.Shape | None:

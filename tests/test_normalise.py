@@ -450,6 +450,27 @@ def test_a_branch_whose_condition_is_constant_is_taken(value: int, kept: list[st
     same_results(before, after)
 
 
+def test_a_branch_that_is_never_taken_may_be_wrong():
+    before, after = folded(
+        """g (float[B,3,4] x) => (float[B,3,4] y) {
+            one = Constant<value=int64 {1}>() d = Shape<start=1, end=2>(x) c = Equal(d, one)
+            k = Constant<value=int64[1]{1}>()
+            y = If (c) <
+                then_branch = a () => (float[B,4] t) { t = Squeeze(x, k) },
+                else_branch = b () => (float[B,3,4] u) { u = Neg(x) }
+            >
+        }"""
+    )
+    assert operators(after) == ["Neg"]
+    np.testing.assert_array_equal(run(ir.to_proto(after), feeds(before))[0], -feeds(before)["x"])
+
+
+def test_a_body_that_does_not_fit_is_told_with_the_node():
+    text = BRANCHES.replace("CONDITION", "c").replace("r = If", "[choice] r, q = If")
+    with pytest.raises(ModelError, match=r"node 'choice' \(If\): its bodies do not fit"):
+        infer_shapes(prepare(ir.from_proto(parse(text, 12))))
+
+
 def test_a_loop_with_captured_values_and_growing_state_survives():
     before, after = folded(
         """g (float[B,2] x) => (float[R,2] y, float[T,B,2] z) <float[2] w = {0.5, 2.0}> {
