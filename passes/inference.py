@@ -132,7 +132,7 @@ class ShapeInference:
         finally:
             for value, (type_, shape) in zip(node.outputs, declared, strict=True):
                 value.type = value.type or type_
-                value.shape = merged(dims(value), shape)
+                value.shape = merged(_believed(node, dims(value)), shape)
 
     def _inference(self, opset: int) -> NodeInference:
         if opset not in self._inferences:
@@ -159,6 +159,13 @@ def merged(first: Dims | None, second: Dims | None) -> ir.Shape | None:
     for a, b in zip(first, second, strict=True):
         merged.append(b if a is None or (isinstance(a, str) and isinstance(b, int)) else a)
     return ir.Shape(merged)
+
+
+def _believed(node: ir.Node, shape: Dims | None) -> Dims | None:
+    """What ONNX inferred; it gives 0 for a named dimension in some operators."""
+    if shape is None or (node.domain, node.op_type) not in _ZERO_FOR_NAMES:
+        return shape
+    return tuple(None if d == 0 else d for d in shape)
 
 
 def _reason(error: Exception) -> str:
@@ -634,6 +641,9 @@ def _windows(inference: ShapeInference, node: ir.Node) -> None:
     for value in node.outputs[1:]:
         value.shape = merged(dims(first), dims(value))
 
+
+# ONNX reads a named dimension as 0 there (1.23.2).
+_ZERO_FOR_NAMES = {("", "Attention")}
 
 # Marked as deprecated in an opset that models are written in, though defined again later: ONNX does not infer it.
 _DEPRECATED = {("", "GroupNormalization")}

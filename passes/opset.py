@@ -420,6 +420,8 @@ def _definition(node: ir.Node, opset: int) -> ir.Function | None:
     body = schema.get_context_dependent_function_with_opset_version(
         version, ir.to_proto(node).SerializeToString(), types
     )
+    if not body:  # some are only defined for known shapes
+        return None
     function = onnx.FunctionProto.FromString(body)
     del function.output[len(node.outputs) :]  # these nobody makes
     return ir.from_proto(function)

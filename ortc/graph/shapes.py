@@ -50,6 +50,8 @@ def constant(value: ir.Value | None) -> np.ndarray | None:
     """The value's array if it is a small constant (never a weight's), else None."""
     if value is None or value.const_value is None or value.const_value.size > _SMALL or value.is_graph_input():
         return None
+    if value.const_value.dtype == ir.DataType.STRING:
+        return None
     return value.const_value.numpy()
 
 
