@@ -558,6 +558,7 @@ def _slice_length(size: Dim, start: Dim, end: Dim) -> Dim:
     return _arithmetic("-", end, start)
 
 
+_entries_of_reduce_prod = _RULES["", "ReduceProd"]
 _entries_of_concat = _RULES["", "Concat"]
 
 
@@ -614,18 +615,49 @@ def _resize(inference: ShapeInference, node: ir.Node) -> None:
         inference.refine(y, [_arithmetic("*", d, s) for d, s in zip(have, whole, strict=True)])
 
 
+@_rule("ConvTranspose")
+def _conv_transpose(inference: ShapeInference, node: ir.Node) -> None:
+    have, weight = _input_dims(node, 0), _input_dims(node, 1)
+    if have is not None and weight is not None and len(have) > 2:
+        channels = _arithmetic("*", weight[1], _attribute(node, "group", 1))
+        inference.refine(node.outputs[0], [have[0], channels, *[None] * (len(have) - 2)])
+
+
+@_rule(*(f"Reduce{kind}" for kind in "Sum Mean Max Min Prod L1 L2 LogSum LogSumExp SumSquare".split()))
+def _reduce(inference: ShapeInference, node: ir.Node) -> None:
+    """Axes that are computed leave the rank as it is, where the reduced axes are kept."""
+    if node.op_type == "ReduceProd":
+        _entries_of_reduce_prod(inference, node)
+    have = _input_dims(node, 0)
+    if have is not None and node.outputs[0].shape is None and _attribute(node, "keepdims", 1):
+        inference.refine(node.outputs[0], [None] * len(have))
+
+
+@_rule("CastLike")
+def _cast_like(inference: ShapeInference, node: ir.Node) -> None:
+    have, like = _input_dims(node, 0), _input(node, 1)
+    if have is not None:
+        inference.refine(node.outputs[0], have)
+    if like is not None and like.type is not None:
+        node.outputs[0].type = like.type
+
+
 @_rule("Conv", "MaxPool", "AveragePool", "LpPool")
 def _windows(inference: ShapeInference, node: ir.Node) -> None:
     """Named spatial sizes: ⌊(size + pads − dilation · (kernel − 1) − 1) / stride⌋ + 1, rounded up with ceil_mode."""
     have = _input_dims(node, 0)
     weight = _input_dims(node, 1) if node.op_type == "Conv" else None
     kernel = _attribute(node, "kernel_shape", weight[2:] if weight else None)
-    if have is None or kernel is None or not all(isinstance(k, int) for k in kernel):
+    if have is None or len(have) < 3:
+        return
+    channels = have[1] if node.op_type != "Conv" else None if weight is None else weight[0]
+    if kernel is None or not all(isinstance(k, int) for k in kernel):
+        inference.refine(node.outputs[0], [have[0], channels, *[None] * (len(have) - 2)])
         return
     count = len(kernel)
     pads, mode = _attribute(node, "pads", [0] * (2 * count)), _attribute(node, "auto_pad", "NOTSET")
     dilations, strides = _attribute(node, "dilations", [1] * count), _attribute(node, "strides", [1] * count)
-    shape: list[Dim] = [have[0], None]
+    shape: list[Dim] = [have[0], channels]
     for i, size in enumerate(have[2:]):
         if mode.startswith("SAME"):
             shape.append(size if strides[i] == 1 or size is None else inference.derived("⌈/⌉", size, strides[i]))
