@@ -113,7 +113,9 @@ class ShapeInference:
         try:
             rule(self, node)
         except (ValueError, KeyError):
-            raise ModelError(f"node {node.name!r} ({node.op_type}): its bodies do not fit its inputs and outputs") from None
+            raise ModelError(
+                f"node {node.name!r} ({node.op_type}): its bodies do not fit its inputs and outputs"
+            ) from None
 
     def _stamp(self, node: ir.Node) -> None:
         declared = [(value.type, dims(value)) for value in node.outputs]
@@ -623,7 +625,8 @@ def _conv_transpose(inference: ShapeInference, node: ir.Node) -> None:
         inference.refine(node.outputs[0], [have[0], channels, *[None] * (len(have) - 2)])
 
 
-@_rule(*(f"Reduce{kind}" for kind in "Sum Mean Max Min Prod L1 L2 LogSum LogSumExp SumSquare".split()))
+@_rule("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2")
+@_rule("ReduceLogSum", "ReduceLogSumExp", "ReduceSumSquare")
 def _reduce(inference: ShapeInference, node: ir.Node) -> None:
     """Axes that are computed leave the rank as it is, where the reduced axes are kept."""
     if node.op_type == "ReduceProd":

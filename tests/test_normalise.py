@@ -5,13 +5,17 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from onnx.backend.test.case.node import collect_testcases
 
 from ortc.errors import ModelError
 from ortc.graph.names import all_graphs
@@ -630,3 +634,79 @@ def test_time_is_linear_in_the_nodes():
         if enabled:
             gc.enable()
     assert large < 20 * small, f"400 nodes {small:.3f} s, 4,000 nodes {large:.3f} s"
+
+
+def onnx_cases() -> list[onnx.backend.test.case.test_case.TestCase]:
+    """Every eighth of ONNX's own single-node cases, with one array per input."""
+    cases = [c for c in collect_testcases(None) if c.model is not None and c.data_sets]
+    plain = [
+        c
+        for c in cases
+        if all(isinstance(x, np.ndarray) and x.dtype.kind in "fiub" for xs in c.data_sets[0] for x in xs)
+    ]
+    return [c for c in plain if not any(n.op_type.startswith(("Bernoulli", "Random")) for n in c.model.graph.node)][::8]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the code that makes the cases
+def test_onnx_own_cases_as_constants_and_with_named_sizes():
+    """Folded whole, the results are those that ONNX expects; with named dimensions, the inferred sizes are the real ones."""
+    folded_cases = sized = 0
+    for case in onnx_cases():
+        inputs, outputs = case.data_sets[0]
+        constant = onnx.ModelProto.FromString(case.model.SerializeToString())
+        named = onnx.ModelProto.FromString(case.model.SerializeToString())
+        constant.graph.initializer.extend(
+            onnx.numpy_helper.from_array(x, v.name) for v, x in zip(constant.graph.input, inputs, strict=True)
+        )
+        del constant.graph.input[:]
+        for value in [*named.graph.input, *named.graph.output]:
+            for d in value.type.tensor_type.shape.dim:
+                if d.dim_value > 1:
+                    d.dim_param = f"n{d.dim_value}"
+        for value in named.graph.output:
+            value.type.tensor_type.ClearField("shape")
+        try:
+            after = fold(infer_shapes(convert_opset(prepare(ir.from_proto(constant)), TARGET)))
+            sizes = infer_shapes(convert_opset(prepare(ir.from_proto(named)), TARGET))
+        except ModelError:
+            continue  # newer than the target
+        for found, expected in zip(after.graph.outputs, outputs, strict=True):
+            if found.is_initializer():
+                folded_cases += 1
+                np.testing.assert_allclose(
+                    found.const_value.numpy().astype(float), expected.astype(float), 1e-3, 1e-6, err_msg=case.name
+                )
+        for found, expected in zip(sizes.graph.outputs, outputs, strict=True):
+            if found.shape is not None:
+                assert len(found.shape) == expected.ndim, case.name
+                for d, real in zip(found.shape, expected.shape, strict=True):
+                    known = d if isinstance(d, int) else d.evaluate({f"n{k}": k for k in range(1000)})
+                    sized += 1
+                    assert known == real or not isinstance(known, int), (case.name, found.shape, expected.shape)
+    assert folded_cases > 120
+    assert sized > 250
+
+
+def test_weights_are_never_in_memory(tmp_path: Path):
+    """600 MB of external weights (a sparse file) pass through all of it with a peak that is far below."""
+    count = 50_000_000
+    with open(tmp_path / "w.bin", "wb") as file:
+        file.truncate(4 * 3 * count)
+    proto = parse(f"g (float[B,3] x) => (float[B,{count}] y) {{ t = Identity(w) y = MatMul(x, t) }}", 11)
+    tensor = proto.graph.initializer.add(name="w", data_type=1, dims=[3, count], data_location=1)
+    tensor.external_data.add(key="location", value="w.bin")
+    (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
+    script = (
+        "import resource, sys\n"
+        "from ortc.source import load_model\n"
+        "from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare\n"
+        "model = load_model(sys.argv[1])\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "model = infer_shapes(fold(infer_shapes(convert_opset(prepare(model), 21))))\n"
+        "assert [n.op_type for n in model.graph] == ['MatMul']\n"
+        "print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "m.onnx")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    before, after = (int(kilobytes) / 1024 for kilobytes in done.stdout.split())
+    assert after < before + 50
