@@ -28,6 +28,9 @@ from ortc.graph.shapes import Dim, Dims, NodeInference, constant, dims
 # Integer tensors of at most this many entries are followed through the graph.
 _FOLLOWED = 64
 
+# Results of arithmetic beyond this are no sizes, and could overflow.
+_LARGEST_SIZE = np.iinfo(np.int32).max
+
 
 def infer_shapes(model: ir.Model) -> ir.Model:
     """Give every value of the model its type and shape, in place; dimensions are numbers or names.
@@ -215,8 +218,9 @@ def _arithmetic(operation: str, a: Dim, b: Dim) -> Dim:
         return None
     if isinstance(a, int) and isinstance(b, int):
         if operation == "/":
-            return None if b == 0 else int(a / b)  # ONNX truncates
-        return int(_OPERATIONS[operation](a, b))
+            return None if b == 0 else abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)  # ONNX truncates
+        result = int(_OPERATIONS[operation](a, b))
+        return result if abs(result) <= _LARGEST_SIZE else None
     if operation == "*" and 0 in (a, b):
         return 0
     if operation in "+*" and isinstance(a, int):
@@ -377,7 +381,8 @@ def _identity(node: ir.Node, data: np.ndarray) -> Any:
 
 @_entries("Cast")
 def _cast(node: ir.Node, data: np.ndarray) -> Any:
-    return data if ir.DataType(_attribute(node, "to", 0)) in (ir.DataType.INT64, ir.DataType.INT32) else None
+    sizes = all(not isinstance(d, int) or abs(d) <= _LARGEST_SIZE for d in data.flat)
+    return data if sizes and ir.DataType(_attribute(node, "to", 0)) in (ir.DataType.INT64, ir.DataType.INT32) else None
 
 
 @_entries("Max")
@@ -539,7 +544,7 @@ def _slice_dims(inference: ShapeInference, node: ir.Node) -> None:
 
 def _slice_length(size: Dim, start: Dim, end: Dim) -> Dim:
     """The length of ``[start:end]`` with step 1; None where it depends on which is larger."""
-    if isinstance(end, int) and end >= np.iinfo(np.int32).max:
+    if isinstance(end, int) and end >= _LARGEST_SIZE:
         end = size
     if isinstance(start, int) and start < 0:
         start = _arithmetic("+", size, start)

@@ -173,6 +173,7 @@ def upgraded(case: tuple[int, str, str]) -> tuple[onnx.ModelProto, ir.Model]:
 def test_an_old_operator_means_the_same_at_the_target(case: tuple[int, str, str]):
     before, after = upgraded(case)
     assert after.opset_imports[""] == TARGET
+    names_are_unique(after)
     same_results(before, after, {"C": 4})
 
 
@@ -232,7 +233,9 @@ def test_a_newer_operator_means_the_same_at_the_target(opset: int, inputs: str, 
     proto.graph.output[0].CopyFrom(onnx.helper.make_tensor_value_info("y", 1, None))
     fed = feeds(proto)
     expected = onnx.reference.ReferenceEvaluator(proto).run(None, fed)
-    after = ir.to_proto(infer_shapes(convert_opset(prepare(ir.from_proto(proto)), TARGET)))
+    model = infer_shapes(convert_opset(prepare(ir.from_proto(proto)), TARGET))
+    names_are_unique(model)
+    after = ir.to_proto(model)
     onnx.checker.check_model(after, full_check=True)
     assert [o.version for o in after.opset_import if not o.domain] == [TARGET]
     assert {n.op_type for n in after.graph.node}.isdisjoint(
@@ -451,6 +454,31 @@ def test_a_branch_whose_condition_is_constant_is_taken(value: int, kept: list[st
     )
     before, after = folded(text, 12)
     assert operators(after) == kept
+    same_results(before, after)
+
+
+def test_steps_apply_inside_branches_and_at_their_outputs():
+    before, after = folded(
+        """g (float[3,4] x, bool c) => (float[3,4] y) {
+            y = If (c) <
+                then_branch = a () => (float[3,4] t) { t = Softmax<axis=0>(x) },
+                else_branch = b () => (float[3,4] u) { v = ReduceMax<axes=[1]>(x) s, i = TopK<k=4, axis=1>(x) u = Sub(s, v) }
+            >
+        }""",
+        9,
+    )
+    for value in (True, False):
+        inputs = {**feeds(before), "c": np.array(value)}
+        np.testing.assert_allclose(run(ir.to_proto(after), inputs)[0], run(before, inputs)[0], rtol=1e-6)
+
+
+def test_integers_that_are_no_sizes_are_computed_as_onnx_does():
+    before, after = folded(
+        "g (float[2] x) => (int64[2] y, int32[1] z) { a = Constant<value=int64[2]{-7, 9223372036854775807}>()"
+        " b = Constant<value=int64[2]{2, 3}>() m = Mul(a, b) y = Div(m, b) d = Div(a, b) k = Constant<value=int64[1]{1}>()"
+        " g = Gather(a, k) z = Cast<to=6>(g) }"
+    )
+    assert operators(after) == []
     same_results(before, after)
 
 
