@@ -135,6 +135,8 @@ def _lift_constants(model: ir.Model) -> None:
 
 
 def _lift_constant(graph: ir.Graph, node: ir.Node) -> None:
+    if len(node.attributes) != 1:
+        raise ModelError(f"node {node.name!r} (Constant) must have one value, but it has {len(node.attributes)}")
     (attribute,) = node.attributes.values()
     if attribute.name not in _CONSTANT_FORMS:
         return

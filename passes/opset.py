@@ -303,7 +303,9 @@ def _group_norm_21(edit: _Editor, node: ir.Node) -> None:
     assert x is not None
     assert scale is not None
     assert bias is not None
-    groups = node.attributes["num_groups"].as_int()
+    groups = node.attributes.get_int("num_groups", 0)
+    if not groups:
+        raise _refuse(node, "lacks its attribute num_groups")
     known = dims(x)
     channels = known[1] if known is not None else None
     per = dims(scale)
