@@ -8,6 +8,7 @@ import gc
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from onnx.backend.test.case.node import collect_testcases
 from ortc.errors import ModelError
 from ortc.graph.names import all_graphs
 from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
+from ortc.passes.opset import _STEPS
 
 TARGET = 21
 NUMPY = {1: np.float32, 6: np.int32, 7: np.int64, 9: np.bool_, 11: np.float64}
@@ -738,3 +740,39 @@ def test_weights_are_never_in_memory(tmp_path: Path):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     before, after = (int(kilobytes) / 1024 for kilobytes in done.stdout.split())
     assert after < before + 50
+
+
+def signature_changes() -> list[tuple[str, int]]:
+    """The operators of the standard, and the opsets up to the target, that take a way of writing them away."""
+    versions: dict[str, list[onnx.defs.OpSchema]] = {}
+    for schema in onnx.defs.get_all_schemas_with_history():
+        if not schema.domain:
+            versions.setdefault(schema.name, []).append(schema)
+    changes = []
+    for name, schemas in sorted(versions.items()):
+        schemas.sort(key=lambda s: s.since_version)
+        for old, new in pairwise(schemas):
+            if 7 < new.since_version <= TARGET and takes_away(old, new):
+                changes.append((name, new.since_version))
+    return changes
+
+
+def takes_away(old: onnx.defs.OpSchema, new: onnx.defs.OpSchema) -> bool:
+    required = onnx.defs.OpSchema.FormalParameterOption.Single
+    kept = all(
+        k in new.attributes and new.attributes[k].default_value == a.default_value for k, a in old.attributes.items()
+    )
+    demanded = any(a.required and k not in old.attributes for k, a in new.attributes.items())
+    before, after = list(old.inputs), list(new.inputs)
+    moved = len(after) < len(before) or any(
+        a.option == required and a.name not in [b.name for b in before] for a in after
+    )
+    return new.deprecated or not kept or demanded or moved or len(new.outputs) < len(old.outputs)
+
+
+def test_every_change_that_takes_something_away_has_a_step():
+    changes = signature_changes()
+    assert ("Squeeze", 13) in changes
+    assert ("Upsample", 10) in changes
+    # Marked as deprecated by mistake: what changed came with 21.
+    assert set(changes) - {("GroupNormalization", 18)} <= set(_STEPS)
