@@ -14,7 +14,7 @@ from ortc.graph.names import Names, all_graphs, taken_names
 from ortc.graph.shapes import constant, dims, rank, static
 from ortc.passes.inference import ShapeInference, infer_shapes, merged
 from ortc.passes.inlining import inline_functions, splice, take_place
-from ortc.passes.opset import change_opset
+from ortc.passes.opset import CONSTANT_NODE, change_opset
 
 __all__ = ["convert_opset", "fold", "infer_shapes", "prepare"]
 
@@ -29,7 +29,8 @@ def prepare(model: ir.Model) -> ir.Model:
     initializers of the main graph; no initializer is an input; every node has a unique name, and so has every value
     (but outputs that a node leaves out: those have none); nodes are in topological order; nodes that nothing needs are
     gone.
-    Initializers that nothing needs stay: the compiler reports them.
+    Initializers that nothing needs stay: the compiler reports them. Those that were Constant nodes say so in their
+    metadata (``ortc.constant_node``).
 
     Raises:
         ModelError: if functions cannot be inlined, or the graph has a cycle.
@@ -151,7 +152,7 @@ def _lift_constant(graph: ir.Graph, node: ir.Node) -> None:
         shape=ir.Shape(tensor.shape.numpy()),
         const_value=tensor,
         doc_string=old.doc_string,
-        metadata_props=dict(old.metadata_props),
+        metadata_props={**old.metadata_props, CONSTANT_NODE: "1"},
     )
     old.replace_all_uses_with(lifted)
     graph.remove(node, safe=True)

@@ -42,6 +42,9 @@ def _nodes(graph: ir.Graph) -> Iterator[ir.Node]:
 
 # ---- up --------------------------------------------------------------------------------------------------------------
 
+# What an initializer's metadata says if it was no initializer of the user's: single numbers of that kind do not train.
+CONSTANT_NODE = "ortc.constant_node"
+
 Step = Callable[["_Editor", ir.Node], None]
 
 # (operator, opset) → what to do with a node that was written before that opset.
@@ -83,7 +86,7 @@ class _Editor:
         """An initializer, called after the node that it is for."""
         data = np.asarray(array, dtype=dtype)
         name = self.names.fresh(f"{node.name}/{what}")
-        value = ir.Value(name=name, const_value=ir.tensor(data, name=name))
+        value = ir.Value(name=name, const_value=ir.tensor(data, name=name), metadata_props={CONSTANT_NODE: "1"})
         value.type, value.shape = ir.TensorType(ir.DataType.from_numpy(data.dtype)), ir.Shape(data.shape)
         self.main.register_initializer(value)
         return value

@@ -314,6 +314,8 @@ def test_weights_become_initializers_whatever_form_they_had():
     after = prepare(ir.from_proto(before))
     assert [v.name for v in after.graph.inputs] == ["x"]
     assert sorted(after.graph.initializers) == ["a", "b", "c", "i", "j", "w"]
+    marked = [name for name, v in after.graph.initializers.items() if "ortc.constant_node" in v.metadata_props]
+    assert sorted(marked) == ["a", "b", "c", "i", "j"]
     assert [n.op_type for n in after.graph if not n.inputs] == ["Constant"]
     del before.graph.output[1], before.graph.node[-1]
     after.graph.outputs.pop()
