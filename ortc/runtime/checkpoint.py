@@ -1,0 +1,404 @@
+"""Checkpoints: folders ``step-N`` that appear whole or not at all.
+
+A checkpoint holds
+
+* ``parameters.safetensors``: the parameters and buffers under the model's own names;
+* ``optimizer.safetensors``: the optimizer's states, each as ``<parameter>/<slot>`` (a slot has no slash, so the last
+  one divides). It is missing where there are none, as in the initial checkpoint: states start at zero;
+* ``index.json``: what the files mean::
+
+    {"version": 1,
+     "fingerprint": …,                      # of the plan: which model this belongs to
+     "step": 120,                           # updates done; dropout and the learning rate go on from here
+     "serial": 4,                           # counts the saves in this folder: the highest is the latest
+     "seed": 0,                             # of dropout and of the data order; null in the initial checkpoint
+     "position": {"epoch": 1, "batch": 7},  # epochs done, and batches done of the next one
+     "settings": {…},                       # what a run must repeat to continue bit for bit
+     "parameters": {"w": {"dtype": "float32", "shape": [8, 4], "file": "parameters.safetensors", "offset": [0, 0]}},
+     "optimizer": {"w": {"exp_avg": {…}}},
+     "files": {"parameters.safetensors": "<sha256>"},
+     "checksum": "<sha256 of the rest>"}
+
+  ``shape`` is that of the whole tensor, ``offset`` where the file's part of it starts.
+
+A save writes into a hidden folder beside the others, syncs every file, renames the folder and syncs the parent: a
+checkpoint that was reported as saved survives a kill at any instant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ortc.errors import CheckpointError
+from ortc.plan import ParameterInfo, Plan
+from ortc.runtime.messages import tell
+from ortc.runtime.stage import StateKey
+
+CHECKPOINT_VERSION = 1
+PARAMETERS, OPTIMIZER, INDEX = "parameters.safetensors", "optimizer.safetensors", "index.json"
+
+
+class Damaged(CheckpointError):
+    """A checkpoint that cannot be trusted; the one before it can take its place."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is: everything in a checkpoint but the tensors.
+
+    ``position`` is (epochs done, batches done of the next one).
+    """
+
+    step: int = 0
+    seed: int | None = None
+    position: tuple[int, int] = (0, 0)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_index(folder: Path, plan: Plan) -> None:
+    """Complete the initial checkpoint, whose ``parameters.safetensors`` lies in the folder.
+
+    Raises:
+        OSError: if a file cannot be read or written.
+    """
+    entries = {p.name: _entry(p.dtype, p.shape, PARAMETERS) for p in plan.parameters}
+    _write_index(folder, plan.fingerprint, 0, Progress(), entries, {})
+
+
+def save(
+    root: Path,
+    plan: Plan,
+    progress: Progress,
+    values: Mapping[str, np.ndarray],
+    states: Mapping[StateKey, np.ndarray],
+    *,
+    keep: int,
+) -> Path:
+    """Write a checkpoint, then delete all but the last ``keep`` and the initial one.
+
+    The arrays are written from where they are. A checkpoint of the same step is replaced.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: if it cannot be written; the others are as they were.
+    """
+    target = root / f"step-{progress.step}"
+    aside = root / f".{target.name}.new"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        _write_files(aside, plan, _next_serial(root), progress, values, states)
+        _put_in_place(aside, target)
+    except OSError as error:
+        room = ": free some space, or keep fewer checkpoints (--keep)" if error.errno == errno.ENOSPC else ""
+        raise CheckpointError(
+            f"cannot save {target}: {error.strerror or error}{room}; the earlier checkpoints are intact"
+        ) from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    _forget_old(root, keep)
+    return target
+
+
+def _write_files(
+    folder: Path,
+    plan: Plan,
+    serial: int,
+    progress: Progress,
+    values: Mapping[str, np.ndarray],
+    states: Mapping[StateKey, np.ndarray],
+) -> None:
+    _write_tensors(folder / PARAMETERS, dict(values))
+    if states:
+        _write_tensors(folder / OPTIMIZER, {f"{name}/{slot}": array for (name, slot), array in states.items()})
+    parameters = {name: _entry(a.dtype.name, a.shape, PARAMETERS) for name, a in values.items()}
+    optimizer: dict[str, dict[str, Any]] = {}
+    for (name, slot), array in states.items():
+        optimizer.setdefault(name, {})[slot] = _entry(array.dtype.name, array.shape, OPTIMIZER)
+    _write_index(folder, plan.fingerprint, serial, progress, parameters, optimizer)
+
+
+def _entry(dtype: str, shape: tuple[int, ...] | list[int], file: str) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "file": file, "offset": [0] * len(shape)}
+
+
+def _write_index(
+    folder: Path,
+    fingerprint: str,
+    serial: int,
+    progress: Progress,
+    parameters: dict[str, Any],
+    optimizer: dict[str, Any],
+) -> None:
+    index: dict[str, Any] = {
+        "version": CHECKPOINT_VERSION,
+        "fingerprint": fingerprint,
+        "step": progress.step,
+        "serial": serial,
+        "seed": progress.seed,
+        "position": {"epoch": progress.position[0], "batch": progress.position[1]},
+        "settings": progress.settings,
+        "parameters": parameters,
+        "optimizer": optimizer,
+        "files": {f: _sha256(folder / f) for f in (PARAMETERS, OPTIMIZER) if (folder / f).exists()},
+    }
+    index["checksum"] = _checksum(index)
+    with open(folder / INDEX, "w", encoding="utf-8") as file:
+        json.dump(index, file, indent=1, ensure_ascii=False)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def _write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # it hides the operating system's error in its text
+        code = re.search(r"os error (\d+)", str(error))
+        if code is None:
+            raise CheckpointError(f"cannot write {path}: {error}") from None
+        raise OSError(int(code[1]), os.strerror(int(code[1]))) from None
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder last; Windows does so by itself."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _put_in_place(aside: Path, target: Path) -> None:
+    replaced = _replaced(target)
+    if target.exists():
+        os.rename(target, replaced)
+    os.rename(aside, target)
+    sync_folder(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _replaced(target: Path) -> Path:
+    return target.with_name(f".{target.name}.old")
+
+
+def _forget_old(root: Path, keep: int) -> None:
+    for folder in _latest_first(root)[keep:]:
+        if folder.name != "step-0":
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def clean_up(root: Path) -> None:
+    """Remove what a killed save left behind. Only the run that holds the folder's lock may do so."""
+    for leftover in root.glob(".step-*.old"):
+        target = root / leftover.name[1:].removesuffix(".old")
+        if target.exists():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:  # killed between the two renames
+            os.rename(leftover, target)
+    for leftover in root.glob(".step-*.new"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def restore(
+    root: Path, plan: Plan, which: str | Path, values: Mapping[str, np.ndarray], states: Mapping[StateKey, np.ndarray]
+) -> tuple[Path, Progress]:
+    """Read a checkpoint into the arrays.
+
+    Args:
+        root: the folder of the checkpoints.
+        plan: whose checkpoint it must be.
+        which: ``latest``, ``none`` (the initial one), or the path of one. A damaged latest one is told on stderr and
+            passed over.
+        values: parameters and buffers; filled.
+        states: the optimizer's states; filled, with zeros where the checkpoint has none.
+
+    Returns:
+        The folder that was read, and where the run was.
+
+    Raises:
+        CheckpointError: it is damaged (the latest: all are), is missing, or belongs to another model.
+    """
+    if str(which) == "none":
+        candidates = [root / "step-0"]
+    elif str(which) == "latest":
+        candidates = _latest_first(root)
+        if not candidates:
+            raise CheckpointError(f"{root} has no checkpoint, not even the initial one; compile the model again")
+    else:
+        candidates = [Path(which)]
+    problems: list[str] = []
+    for folder in candidates:
+        try:
+            index = read_index(folder)
+            _check_model(folder, index, plan)
+            _check_files(folder, index)
+            _load(folder, index, values, states)
+        except Damaged as error:
+            problems.append(str(error))
+            if len(candidates) > 1:
+                tell(f"warning: {error}; the checkpoint before it is taken")
+            continue
+        position = index["position"]
+        return folder, Progress(index["step"], index["seed"], (position["epoch"], position["batch"]), index["settings"])
+    raise CheckpointError("\n".join(problems))
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The index of a checkpoint.
+
+    Raises:
+        Damaged: it is missing or was changed.
+        CheckpointError: it is of another version.
+    """
+    path = folder / INDEX
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        checksum = index.pop("checksum")
+    except OSError as error:
+        what = f"{folder} is no checkpoint" if not folder.exists() else f"checkpoint {folder} is damaged"
+        raise Damaged(f"{what}: cannot read {INDEX}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise Damaged(f"checkpoint {folder} is damaged: {INDEX} is cut off or was changed") from None
+    if checksum != _checksum(index):
+        raise Damaged(f"checkpoint {folder} is damaged: {INDEX} was changed")
+    if index["version"] != CHECKPOINT_VERSION:
+        raise CheckpointError(
+            f"{folder} has checkpoint version {index['version']!r}, this ortc reads {CHECKPOINT_VERSION}"
+        )
+    return index
+
+
+def _check_model(folder: Path, index: dict[str, Any], plan: Plan) -> None:
+    if index["fingerprint"] == plan.fingerprint:
+        return
+    theirs, ours = index["parameters"], {p.name: p for p in plan.parameters}
+    raise CheckpointError(
+        f"checkpoint {folder} belongs to another model than {plan.model}: {_difference(theirs, ours)}"
+    )
+
+
+def _difference(theirs: dict[str, Any], ours: dict[str, ParameterInfo]) -> str:
+    for name in [*theirs, *ours]:
+        if name not in ours:
+            return f"it has a parameter {name!r}, the model has not"
+        if name not in theirs:
+            return f"it lacks the parameter {name!r}"
+        have, want = (theirs[name]["dtype"], theirs[name]["shape"]), (ours[name].dtype, ours[name].shape)
+        if have != want:
+            return f"{name!r} is {have[0]} {have[1]} there and {want[0]} {want[1]} in the model"
+    return "its fingerprint differs"
+
+
+def _check_files(folder: Path, index: dict[str, Any]) -> None:
+    for name, sha256 in index["files"].items():
+        try:
+            found = _sha256(folder / name)
+        except OSError as error:
+            raise Damaged(f"checkpoint {folder} is damaged: cannot read {name}: {error.strerror}") from None
+        if found != sha256:
+            raise Damaged(f"checkpoint {folder} is damaged: {name} is not what was saved (its hash differs)")
+
+
+def _load(
+    folder: Path, index: dict[str, Any], values: Mapping[str, np.ndarray], states: Mapping[StateKey, np.ndarray]
+) -> None:
+    with _tensors(folder / PARAMETERS) as read:
+        for name, array in values.items():
+            _fill(array, read(name), f"{name!r} in {folder}")
+    saved = {(name, slot) for name, slots in index["optimizer"].items() for slot in slots}
+    missing = sorted(k for k in states if k not in saved)
+    if saved and missing:
+        name, slot = missing[0]
+        tell(
+            f"warning: {folder} lacks {len(missing)} optimizer states, such as {slot!r} of {name!r}; they start at zero"
+        )
+    for k in missing:
+        states[k][...] = 0
+    if saved:
+        with _tensors(folder / OPTIMIZER) as read:
+            for k, array in states.items():
+                if k in saved:
+                    _fill(array, read("/".join(k)), f"the state {k[1]!r} of {k[0]!r} in {folder}")
+
+
+def _fill(array: np.ndarray, tensor: np.ndarray, what: str) -> None:
+    if tensor.shape != array.shape or tensor.dtype != array.dtype:
+        have, want = f"{tensor.dtype} {list(tensor.shape)}", f"{array.dtype} {list(array.shape)}"
+        raise CheckpointError(f"{what} is {have}, it must be {want}")
+    array[...] = tensor
+
+
+@contextlib.contextmanager
+def _tensors(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            yield file.get_tensor
+    except (SafetensorError, OSError) as error:
+        raise Damaged(f"checkpoint {path.parent} is damaged: {path.name}: {error}") from None
+
+
+def _latest_first(root: Path) -> list[Path]:
+    """The checkpoints in a folder; those whose index cannot be read are placed by their step."""
+    steps = {folder: int(folder.name[5:]) for folder in root.glob("step-*") if folder.name[5:].isdecimal()}
+    serials: dict[Path, int] = {}
+    for folder in steps:
+        with contextlib.suppress(CheckpointError):
+            serials[folder] = read_index(folder)["serial"]
+    return sorted(
+        steps, key=lambda f: (serials.get(f, _serial_by_step(steps[f], steps, serials)), steps[f]), reverse=True
+    )
+
+
+def _serial_by_step(step: int, steps: dict[Path, int], serials: dict[Path, int]) -> int:
+    """A damaged checkpoint counts as saved right after the highest one of a lower step."""
+    return max((serial for folder, serial in serials.items() if steps[folder] < step), default=0)
+
+
+def _next_serial(root: Path) -> int:
+    serials = [0]
+    for folder in root.glob("step-*"):
+        with contextlib.suppress(CheckpointError):
+            serials.append(read_index(folder)["serial"])
+    return max(serials) + 1
+
+
+def _checksum(index: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,234 @@
+"""Training data: arrays on disk, mapped into memory, or batches from the user's own function."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import shutil
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.lib import format as npy
+
+from ortc.errors import DataError
+from ortc.runtime.batch import Batch, BatchCheck, aligned_zeros
+
+
+class Arrays:
+    """Samples along the first axis of arrays; shards follow one another.
+
+    Attributes:
+        samples: how many there are.
+    """
+
+    def __init__(self, shards: list[dict[str, np.ndarray]], source: str) -> None:
+        self.shards = shards
+        first = shards[0]
+        for shard in shards:
+            for name, array in shard.items():
+                want = first.get(name)
+                if (
+                    want is None
+                    or (array.dtype, array.shape[1:]) != (want.dtype, want.shape[1:])
+                    or len(shard) != len(first)
+                ):
+                    raise DataError(f"{source}: its files do not hold the same arrays ({name!r} differs in one)")
+        self._starts = np.cumsum([0, *(len(next(iter(s.values()))) for s in shards)])
+        self.samples = int(self._starts[-1])
+        if self.samples == 0:
+            raise DataError(f"{source} holds no samples")
+
+    def count(self, batch_size: int, drop_last: bool) -> int | None:
+        """Batches of an epoch."""
+        return self.samples // batch_size if drop_last else -(-self.samples // batch_size)
+
+    def batches(
+        self, epoch: int, *, seed: int | None, batch_size: int, drop_last: bool, start: int = 0
+    ) -> Iterator[Batch]:
+        """The batches of one epoch from the batch ``start`` on; without a seed in the stored order."""
+        order = np.arange(self.samples) if seed is None else epoch_order(self.samples, seed, epoch)
+        for i in range(start, self.count(batch_size, drop_last) or 0):
+            yield self._take(order[i * batch_size : (i + 1) * batch_size])
+
+    def _take(self, indices: np.ndarray) -> Batch:
+        shard_of = np.searchsorted(self._starts, indices, side="right") - 1
+        batch = {n: aligned_zeros((len(indices), *a.shape[1:]), a.dtype) for n, a in self.shards[0].items()}
+        for k in np.unique(shard_of):
+            rows = np.flatnonzero(shard_of == k)
+            for name, array in self.shards[k].items():
+                batch[name][rows] = array[indices[rows] - self._starts[k]]
+        return batch
+
+
+class Generated:
+    """Batches of the user's function, as they come; one call is an epoch.
+
+    Args:
+        function: yields dicts of arrays. It is called with ``seed`` and ``epoch`` if it has parameters of these names,
+            and must yield the same batches for the same values: a restored run skips those that it has seen.
+    """
+
+    samples = None
+
+    def __init__(self, function: Callable[..., Iterator[Mapping[str, np.ndarray]]], source: str) -> None:
+        self.function, self.source = function, source
+
+    def count(self, batch_size: int, drop_last: bool) -> int | None:
+        """Batches of an epoch: not known."""
+        return None
+
+    def batches(
+        self, epoch: int, *, seed: int | None, batch_size: int, drop_last: bool, start: int = 0
+    ) -> Iterator[Batch]:
+        """The batches of one epoch from the batch ``start`` on; the sizes are the function's own."""
+        known = {"seed": seed or 0, "epoch": epoch}
+        takes = inspect.signature(self.function).parameters
+        for i, batch in enumerate(self.function(**{k: v for k, v in known.items() if k in takes})):
+            if not isinstance(batch, Mapping):
+                raise DataError(f"{self.source} must yield dicts of arrays, not {type(batch).__name__}")
+            if i >= start:
+                yield {name: np.asarray(array) for name, array in batch.items()}
+
+
+Data = Arrays | Generated
+
+
+def open_data(source: str | Path, inputs: BatchCheck) -> Data:
+    """Open a ``.npz``, a folder of ``.npz`` or ``.npy``, or ``module:function``.
+
+    In a folder each ``.npz`` is a shard with all inputs, or each ``.npy`` is one input, by its file name. Nothing is
+    loaded: files are mapped, compressed members are unpacked into a temporary file first.
+
+    Raises:
+        DataError: there is no such data, it is not plain arrays, or an input is missing.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return _open_folder(path, inputs)
+    if path.is_file():
+        return Arrays([_select(_map_npz(path), inputs, path)], str(path))
+    if re.fullmatch(r"[\w.]+:\w+", str(source)):
+        return Generated(_import_function(str(source)), str(source))
+    raise DataError(f"there is no data {str(source)!r}: give a .npz, a folder of .npz or .npy, or module:function")
+
+
+def first_batch(source: str | Path, inputs: BatchCheck) -> Batch:
+    """The first batch of the data, in stored order, to try something on.
+
+    Raises:
+        DataError: as :func:`open_data`, or there is none.
+    """
+    size = inputs.fixed_batch_size() or 32
+    for batch in open_data(source, inputs).batches(0, seed=None, batch_size=size, drop_last=False):
+        return batch
+    raise DataError(f"{source} yields no batch")
+
+
+def epoch_order(samples: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of the samples in an epoch, a pure function of its arguments (int64 indices).
+
+    It sorts by the raw output of NumPy's Philox generator, which is the same in every version and on every machine.
+    """
+    keys = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(samples)
+    return np.argsort(keys, kind="stable")
+
+
+def _open_folder(folder: Path, inputs: BatchCheck) -> Arrays:
+    npz, single = sorted(folder.glob("*.npz")), sorted(folder.glob("*.npy"))
+    if npz and single:
+        raise DataError(f"{folder} holds both .npz and .npy files: a folder is one or the other")
+    if npz:
+        return Arrays([_select(_map_npz(p), inputs, p) for p in npz], str(folder))
+    if single:
+        return Arrays([_select({p.stem: _map_npy(p) for p in single}, inputs, folder)], str(folder))
+    raise DataError(f"{folder} holds neither .npz nor .npy files")
+
+
+def _select(arrays: dict[str, np.ndarray], inputs: BatchCheck, source: Path) -> dict[str, np.ndarray]:
+    """The arrays that the model reads, all of one length."""
+    try:
+        inputs.check_names(arrays)
+    except DataError as error:
+        raise DataError(f"{source}: {error}") from None
+    chosen = {name: array for name, array in arrays.items() if name in inputs.ports}
+    first = next(iter(chosen))
+    for name, array in chosen.items():
+        if array.ndim == 0:
+            raise DataError(f"{source}: {name!r} is a single number; its first axis must be the samples")
+        if len(array) != len(chosen[first]):
+            raise DataError(f"{source}: {name!r} has {len(array)} samples, {first!r} has {len(chosen[first])}")
+    return chosen
+
+
+def _map_npy(path: Path) -> np.ndarray:
+    try:
+        with open(path, "rb") as file:
+            return _map(file, str(path))
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _map_npz(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+            members = [m for m in archive.infolist() if m.filename.endswith(".npy")]
+            return {m.filename[:-4]: _map_member(archive, m, file, f"{path}: {m.filename[:-4]!r}") for m in members}
+    except zipfile.BadZipFile:
+        raise DataError(f"{path} is not an .npz file, or it is cut off") from None
+    except (OSError, RuntimeError, NotImplementedError) as error:  # the latter two: encrypted, unknown compression
+        raise DataError(f"cannot read {path}: {error}") from None
+
+
+def _map_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: BinaryIO, what: str) -> np.ndarray:
+    if member.compress_type == zipfile.ZIP_STORED:
+        file.seek(member.header_offset + 26)  # a local header: 30 bytes, then a name and extras of these lengths
+        lengths = file.read(4)
+        start = (
+            member.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+        )
+        file.seek(start)
+        return _map(file, what)
+    with tempfile.TemporaryFile(prefix="ortc-") as unpacked:
+        with archive.open(member) as packed:
+            shutil.copyfileobj(packed, unpacked, 1 << 20)
+        unpacked.seek(0)
+        return _map(unpacked, what)
+
+
+def _map(file: BinaryIO, what: str) -> np.ndarray:
+    """Map the array of an ``.npy`` that starts where the file stands."""
+    try:
+        version = npy.read_magic(file)
+        read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
+        shape, fortran, dtype = read_header(file)
+    except (ValueError, KeyError) as error:
+        raise DataError(f"{what} is not a plain array: {error}") from None
+    if dtype.hasobject or dtype.kind not in "biufc":
+        raise DataError(f"{what} has type {dtype}: only plain numbers can be read, not pickled objects or text")
+    if 0 in shape:
+        return np.zeros(shape, dtype)
+    try:
+        return np.memmap(file, dtype, "r", file.tell(), shape, "F" if fortran else "C")
+    except ValueError:
+        raise DataError(f"{what} is cut off") from None
+
+
+def _import_function(source: str) -> Callable[..., Iterator[Mapping[str, np.ndarray]]]:
+    """Import the user's function, as ``python -m`` would find it: from the current folder first."""
+    module, _, name = source.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise DataError(f"cannot import the data {source!r}: {error}") from None
+    except AttributeError:
+        raise DataError(f"module {module!r} has no function {name!r}") from None
+    finally:
+        sys.path.pop(0)

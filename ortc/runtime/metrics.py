@@ -1,0 +1,61 @@
+"""Metrics as JSON lines: one object per step and per evaluation."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ortc.errors import OrtcError
+
+
+class MetricsFile:
+    """Appends to a metrics file; lines beyond ``step`` belong to what is about to be repeated, and are cut.
+
+    Raises:
+        OrtcError: the file cannot be written, or holds something else.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        try:
+            end = _end_of(path, step) if path.exists() else 0
+            self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115  (close() closes it)
+            self._file.truncate(end)
+        except OSError as error:
+            raise OrtcError(f"cannot write the metrics {path}: {error.strerror}") from None
+
+    def write(self, **fields: Any) -> None:
+        """Append one object; numbers that are not finite become null."""
+        self._file.write(json.dumps({k: _plain(v) for k, v in fields.items()}) + "\n")
+
+    def sync(self) -> None:
+        """Put the lines so far on disk: those before a checkpoint must not be lost when it is kept."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else None
+    return value
+
+
+def _end_of(path: Path, step: int) -> int:
+    """Where the last whole line of a step up to this one ends."""
+    end = 0
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                if json.loads(line)["step"] > step or not line.endswith(b"\n"):
+                    break
+            except (ValueError, KeyError, TypeError):
+                if end == 0:
+                    raise OrtcError(f"{path} is not a metrics file of ortc; choose another with --metrics") from None
+                break
+            end += len(line)
+    return end

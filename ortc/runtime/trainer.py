@@ -1,0 +1,250 @@
+"""Training from Python: one step, one evaluation, one save at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+
+from ortc.errors import DataError, NotFiniteError, OrtcError
+from ortc.plan import load_plan
+from ortc.recipe import LearningRate
+from ortc.runtime import checkpoint
+from ortc.runtime.batch import BatchCheck, synthetic_batch
+from ortc.runtime.checkpoint import Progress
+from ortc.runtime.data import first_batch
+from ortc.runtime.export import export_model, exported_loss
+from ortc.runtime.lock import lock_folder
+from ortc.runtime.lr import learning_rate
+from ortc.runtime.stage import Stage, import_onnxruntime
+
+EXPORT_TOLERANCE = 1e-4  # relative; the exported graph is another one than the evaluation's, and sums in another order
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One training step."""
+
+    step: int
+    loss: float
+    lr: float
+    gradient_norm: float
+    samples: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss and the model's outputs (by name) of one batch, in inference form."""
+
+    loss: float
+    outputs: dict[str, np.ndarray]
+    samples: int
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An exported model, and how its loss compares on the batch that it was checked with."""
+
+    path: Path
+    step: int
+    loss: float
+    evaluation_loss: float
+
+    def __str__(self) -> str:
+        losses = f"loss {self.loss:.6g}, evaluation {self.evaluation_loss:.6g}"
+        return f"{self.path}: weights of step {self.step}, checked: {losses}"
+
+
+class Trainer:
+    """Trains with an output folder of ``ortc compile``. Use it with ``with``, or call :meth:`close`.
+
+    Args:
+        folder: the output folder.
+        restore: where to continue: ``latest``, ``none`` (the initial weights), or the path of a checkpoint.
+        threads: of each session; None for all cores.
+        seed: of dropout and the data order; None: the checkpoint's, or the recipe's.
+        schedule: the learning rate; None: the recipe's.
+        total_steps: the last step of the run, for schedules that depend on it.
+        keep: how many checkpoints to keep beside the initial one.
+        exclusive: take the folder's lock now; otherwise the first step or save does.
+
+    Raises:
+        OrtcError: the folder, the plan, or the checkpoint is unusable, or ONNX Runtime is missing.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        restore: str | Path = "latest",
+        threads: int | None = None,
+        seed: int | None = None,
+        schedule: LearningRate | None = None,
+        total_steps: int | None = None,
+        keep: int = 3,
+        exclusive: bool = False,
+    ) -> None:
+        self.folder = Path(folder)
+        self.plan = load_plan(self.folder)
+        import_onnxruntime()
+        self.schedule = schedule or self.plan.recipe.learning_rate
+        self.total_steps, self.keep = total_steps, keep
+        self._threads = threads
+        self._checkpoints = self.folder / self.plan.checkpoint
+        self._lock: IO[str] | None = None
+        if exclusive:
+            self._take_lock()
+        self._stage = Stage(self.folder, self.plan, self.plan.stages[0], threads)
+        ports = [p for phase in ("train", "eval") for p in self._stage.stage.phases[phase].inputs]
+        self.inputs = BatchCheck([p for p in ports if p.role in ("data", "label")], self.plan.losses)
+        try:
+            self.restored, self.progress = checkpoint.restore(
+                self._checkpoints, self.plan, restore, self._stage.values, self._stage.states
+            )
+        except BaseException:
+            self.close()
+            raise
+        saved = self.progress.seed
+        self.seed = seed if seed is not None else saved if saved is not None else self.plan.recipe.seed
+        self.step_number = self.progress.step
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the sessions and the folder. Nothing is saved."""
+        if hasattr(self, "_stage"):
+            self._stage.close()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    @property
+    def parameters(self) -> dict[str, np.ndarray]:
+        """Read-only views of the parameters and buffers by name; the next step changes what they show."""
+        views = {name: array.view() for name, array in self._stage.values.items()}
+        for view in views.values():
+            view.flags.writeable = False
+        return views
+
+    def step(self, batch: Mapping[str, np.ndarray]) -> StepResult:
+        """Train on one batch.
+
+        Args:
+            batch: arrays by the names of the model's inputs, and the targets under theirs (``labels`` unless the recipe
+                says otherwise). Other arrays are ignored.
+
+        Raises:
+            DataError: the batch does not fit; nothing ran.
+            NotFiniteError: the loss or a gradient is NaN or infinite; parameters, buffers and states are as before.
+        """
+        fitted = self.inputs.fit(batch)
+        number = self.step_number + 1
+        lr = learning_rate(self.schedule, number, self.total_steps)
+        self._take_lock()
+        loss, _ = self._stage.train(fitted, seed=self.seed, step=number)
+        norm = self._stage.gradient_norm()
+        if not (np.isfinite(loss) and np.isfinite(norm)):
+            raise NotFiniteError(_describe_not_finite(number, loss, self._stage.gradients))
+        self._stage.update(lr=lr, step=number)
+        self.step_number = number
+        return StepResult(number, loss, lr, norm, self.inputs.samples(fitted))
+
+    def evaluate(self, batch: Mapping[str, np.ndarray]) -> Evaluation:
+        """Loss and outputs of one batch in inference form: dropout off, batch norm with its running statistics.
+
+        Raises:
+            DataError: the batch does not fit.
+        """
+        fitted = self.inputs.fit(batch)
+        loss, outputs = self._stage.evaluate(fitted)
+        return Evaluation(loss, outputs, self.inputs.samples(fitted))
+
+    def gradients(self, batch: Mapping[str, np.ndarray]) -> tuple[float, dict[str, np.ndarray]]:
+        """Loss and gradients of one batch in training form, as the next step would compute them; no state changes.
+
+        Returns:
+            The loss, and copies of the gradients by the names of the parameters (and of the recipe's ``wrt`` inputs).
+
+        Raises:
+            DataError: the batch does not fit.
+        """
+        loss, of_inputs = self._stage.train(self.inputs.fit(batch), seed=self.seed, step=self.step_number + 1)
+        return loss, {**{name: g.copy() for name, g in self._stage.gradients.items()}, **of_inputs}
+
+    def save(self, position: tuple[int, int] = (0, 0), settings: dict[str, Any] | None = None) -> Path:
+        """Write a checkpoint; when this returns, it survives a crash.
+
+        Args:
+            position: epochs done and batches done of the next one, for whoever feeds the data.
+            settings: anything JSON holds, given back in ``progress.settings``.
+
+        Returns:
+            Its folder, ``checkpoint/step-N``.
+
+        Raises:
+            CheckpointError: it cannot be written; the earlier ones are intact.
+        """
+        self._take_lock()
+        self.progress = Progress(self.step_number, self.seed, position, settings or {})
+        return checkpoint.save(
+            self._checkpoints, self.plan, self.progress, self._stage.values, self._stage.states, keep=self.keep
+        )
+
+    def export(self, path: str | Path, data: str | Path | None = None, *, force: bool = False) -> Exported:
+        """Write the original model with the present weights as an inference model, and check it.
+
+        The check runs the file in ONNX Runtime and compares its loss on a batch with the evaluation's.
+
+        Args:
+            path: the ``.onnx`` file; above 2 GB the weights go into ``<name>.data`` beside it.
+            data: where to take the batch from, as for a run; None: made up.
+            force: replace an existing file.
+
+        Raises:
+            OrtcError: the file exists or cannot be written, or the losses differ; then no file is left.
+        """
+        path = Path(path)
+        fitted = self.inputs.fit(first_batch(data, self.inputs) if data else synthetic_batch(self.inputs.ports))
+        try:
+            expected, _ = self._stage.evaluate(fitted)
+        except DataError as error:
+            hint = "" if data else " (the batch was made up: give --data for the check)"
+            raise DataError(f"{error}{hint}") from None
+        losses: list[float] = []
+
+        def check(model: Path) -> None:
+            loss = exported_loss(self.plan, self.folder, model, fitted, self._threads)
+            losses.append(loss)
+            if not np.isclose(loss, expected, rtol=EXPORT_TOLERANCE, atol=1e-7, equal_nan=True):
+                raise OrtcError(
+                    f"the exported model has loss {loss:.7g} where the evaluation has {expected:.7g}: no file was "
+                    "written; please report this"
+                )
+
+        export_model(self.plan, self.folder, self._stage.values, path, force=force, check=check)
+        return Exported(path, self.step_number, losses[0], expected)
+
+    def _take_lock(self) -> None:
+        if self._lock is None:
+            self._lock = lock_folder(self.folder)
+            checkpoint.clean_up(self._checkpoints)
+
+
+def _describe_not_finite(step: int, loss: float, gradients: Mapping[str, np.ndarray]) -> str:
+    bad = [name for name, g in gradients.items() if not np.isfinite(g).all()]
+    shown = ", ".join(map(repr, bad[:10])) + (f" and {len(bad) - 10} more" if len(bad) > 10 else "")
+    which = f"not finite are the gradients of {shown}" if bad else "all gradients are finite"
+    return (
+        f"step {step}: the loss is {loss:g}; {which}. The weights are those of step {step - 1}: "
+        "try a lower learning rate, a warm-up, or look at this batch"
+    )
