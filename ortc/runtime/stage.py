@@ -138,8 +138,8 @@ class Phase:
             raise kind(f"ONNX Runtime fails in {self.graph.file}: {_first_line(error)}") from None
         if not self._free:
             return {}
-        values = dict(zip((p.name for p in self.graph.outputs), self.binding.get_outputs(), strict=True))
-        return {key(port): values[port.name].numpy() for port in self._free}
+        values = self.binding.get_outputs()[-len(self._free) :]  # in the order of binding
+        return {key(port): value.numpy() for port, value in zip(self._free, values, strict=True)}
 
 
 class Stage:
