@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from ortc.errors import DataError
+from ortc.errors import DataError, OrtcError
 from ortc.plan import LossInfo, Port
 from ortc.runtime.messages import tell
 
@@ -22,6 +22,18 @@ ALIGNMENT = 64
 def key(port: Port) -> str:
     """The name under which people know what a port holds."""
     return port.of or port.name
+
+
+def numpy_type(text: str, name: str) -> np.dtype:
+    """The element type that the plan gives for ``name``.
+
+    Raises:
+        OrtcError: if NumPy has no such type.
+    """
+    try:
+        return np.dtype(text)
+    except TypeError:
+        raise OrtcError(f"{name!r} has type {text}, which this runtime cannot hold yet") from None
 
 
 def aligned_zeros(shape: Sequence[int], dtype: np.dtype | str) -> np.ndarray:
@@ -68,7 +80,7 @@ class BatchCheck:
         for name, port in self.ports.items():
             array = np.asarray(batch[name])
             _check_shape(name, array, port, sizes)
-            fitted[name] = aligned(_cast(name, array, np.dtype(port.dtype)))
+            fitted[name] = aligned(_cast(name, array, numpy_type(port.dtype, name)))
         for loss in self.losses:
             if loss.labels in fitted:
                 _check_classes(fitted[loss.labels], loss)
@@ -144,7 +156,7 @@ def synthetic_batch(ports: Mapping[str, Port], batch: int = 2, other: int = 16) 
             shape.append((batch if axis == 0 else other) if size is None else size)
             if isinstance(want, str):
                 sizes.setdefault(want, shape[-1])
-        dtype = np.dtype(port.dtype)
+        dtype = numpy_type(port.dtype, name)
         if dtype.kind == "f":
             made[name] = random.standard_normal(shape).astype(dtype)
         else:

@@ -196,6 +196,7 @@ def sync_folder(folder: Path) -> None:
 def _put_in_place(aside: Path, target: Path) -> None:
     replaced = _replaced(target)
     if target.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
         os.rename(target, replaced)
     os.rename(aside, target)
     sync_folder(target.parent)
@@ -341,7 +342,8 @@ def _load(
             f"warning: {folder} lacks {len(missing)} optimizer states, such as {slot!r} of {name!r}; they start at zero"
         )
     for k in missing:
-        states[k][...] = 0
+        if states[k].any():  # zeros that were never written to take no memory
+            states[k][...] = 0
     if saved:
         with _tensors(folder / OPTIMIZER) as read:
             for k, array in states.items():

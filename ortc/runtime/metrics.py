@@ -13,8 +13,7 @@ from ortc.errors import OrtcError
 class MetricsFile:
     """Appends to a metrics file; lines beyond ``step`` belong to what is about to be repeated, and are cut.
 
-    Raises:
-        OrtcError: the file cannot be written, or holds something else.
+    Every method raises OrtcError if the file cannot be written, the first also if it holds something else.
     """
 
     def __init__(self, path: Path, step: int) -> None:
@@ -27,16 +26,24 @@ class MetricsFile:
 
     def write(self, **fields: Any) -> None:
         """Append one object; numbers that are not finite become null."""
-        self._file.write(json.dumps({k: _plain(v) for k, v in fields.items()}) + "\n")
+        try:
+            self._file.write(json.dumps({k: _plain(v) for k, v in fields.items()}) + "\n")
+        except OSError as error:
+            raise self._failed(error) from None
 
     def sync(self) -> None:
         """Put the lines so far on disk: those before a checkpoint must not be lost when it is kept."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._failed(error) from None
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _failed(self, error: OSError) -> OrtcError:
+        return OrtcError(f"cannot write the metrics {self._file.name}: {error.strerror}")
 
 
 def _plain(value: Any) -> Any:

@@ -53,14 +53,21 @@ class Bar(Progress):
 
     def __init__(self, bar: Any, task: Any) -> None:
         self.bar, self.task, self._next = bar, task, 0.0
+        self._latest: tuple[StepResult, int, float] | None = None
 
     def step(self, result: StepResult, epoch: int, speed: float) -> None:
+        self._latest = result, epoch, speed
         now = time.monotonic()
         if now >= self._next:
             self._next = now + BAR_EVERY
-            self.bar.update(
-                self.task, completed=result.step, epoch=epoch + 1, loss=f"{result.loss:.5g}", speed=f"{speed:.0f}"
-            )
+            self.draw()
+
+    def draw(self) -> None:
+        """Show the latest step."""
+        if self._latest is not None:
+            result, epoch, speed = self._latest
+            fields = {"epoch": epoch + 1, "loss": f"{result.loss:.5g}", "speed": f"{speed:.0f}"}
+            self.bar.update(self.task, completed=result.step, **fields)
 
     def line(self, text: str) -> None:
         self.bar.console.print(text, markup=False, highlight=False)
@@ -76,14 +83,17 @@ def show_progress(step: int, total: int | None, quiet: bool) -> Iterator[Progres
     else:
         import rich.progress as rich
 
+        of = "" if total is None else f"/{total}"
         columns = (
             rich.BarColumn(),
-            rich.TextColumn("step {task.completed}/{task.total}, epoch {task.fields[epoch]}"),
+            rich.TextColumn(f"step {{task.completed}}{of}, epoch {{task.fields[epoch]}}"),
             rich.TextColumn("loss {task.fields[loss]}"),
             rich.TextColumn("{task.fields[speed]} samples/s"),
             rich.TimeRemainingColumn(),
         )
-        with rich.Progress(*columns) as bar:
-            task = bar.add_task("train", total=total, completed=step, epoch="", loss="", speed="")
-            yield Bar(bar, task)
-            bar.refresh()
+        with rich.Progress(*columns) as progress:
+            bar = Bar(progress, progress.add_task("train", total=total, completed=step, epoch="", loss="", speed=""))
+            try:
+                yield bar
+            finally:
+                bar.draw()

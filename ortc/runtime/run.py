@@ -73,6 +73,8 @@ def run(
     """
     folder = Path(folder)
     rate = _learning_rate(load_plan(folder).recipe, lr, schedule, warmup)
+    if seed is not None:
+        parse_recipe({"seed": seed}, "options")
     with Trainer(
         folder, restore=restore, threads=threads, seed=seed, schedule=rate, keep=keep, exclusive=True
     ) as trainer:

@@ -17,7 +17,7 @@ import numpy as np
 from ortc.errors import DataError, OrtcError, PlanError
 from ortc.plan import GraphFile, Plan, Port
 from ortc.plan import Stage as StagePlan
-from ortc.runtime.batch import Batch, aligned_zeros, key
+from ortc.runtime.batch import Batch, aligned_zeros, key, numpy_type
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -154,7 +154,7 @@ class Stage:
     def __init__(self, folder: Path, plan: Plan, stage: StagePlan, threads: int | None = None) -> None:
         self.folder, self.plan, self.stage, self.threads = folder, plan, stage, threads
         infos = {p.name: p for p in plan.parameters}
-        self.values = {n: aligned_zeros(infos[n].shape, _dtype(infos[n].dtype, n)) for n in stage.parameters}
+        self.values = {n: aligned_zeros(infos[n].shape, numpy_type(infos[n].dtype, n)) for n in stage.parameters}
         optimizer = stage.phases.get("optimizer")
         state_ports = [p for p in optimizer.inputs if p.role == "state"] if optimizer else []
         self.states: dict[StateKey, np.ndarray] = {_state_key(p): _zeros(p) for p in state_ports}
@@ -266,14 +266,7 @@ def _state_key(port: Port) -> StateKey:
 def _zeros(port: Port) -> np.ndarray:
     if not all(isinstance(d, int) for d in port.shape):
         raise PlanError(f"the plan gives no fixed shape for {port.name!r} but {port.shape}; compile the model again")
-    return aligned_zeros([d for d in port.shape if isinstance(d, int)], _dtype(port.dtype, port.name))
-
-
-def _dtype(text: str, name: str) -> np.dtype:
-    try:
-        return np.dtype(text)
-    except TypeError:
-        raise OrtcError(f"{name!r} has type {text}, which this runtime cannot train with yet") from None
+    return aligned_zeros([d for d in port.shape if isinstance(d, int)], numpy_type(port.dtype, port.name))
 
 
 def _flat(array: np.ndarray) -> np.ndarray:

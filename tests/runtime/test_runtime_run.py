@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -232,6 +234,50 @@ def test_killed_at_random_instants_the_weights_are_the_same(folder: Path):
 @pytest.mark.slow
 def test_killed_twenty_times_the_weights_are_the_same(folder: Path):
     kill_and_restore(folder, kills=20, steps=2000)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+def test_a_second_interruption_ends_it_at_once(folder: Path, tmp_path: Path):
+    (tmp_path / "slow.py").write_text(
+        "import sys, time, numpy as np\n"
+        "def batches():\n"
+        "    yield {'x': np.zeros((2, 4), np.float32), 'labels': np.zeros(2, np.int64)}\n"
+        "    print('waiting', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    options = "data='slow:batches', steps=9, schedule='constant', quiet=True"
+    code = f"from ortc.runtime.run import run; run({str(folder)!r}, {options})"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert errors.splitlines()[-1] == "KeyboardInterrupt"
+
+
+def test_a_terminal_shows_a_bar(folder: Path):
+    pty = pytest.importorskip("pty")
+    code = f"from ortc.runtime.run import run; run({str(folder)!r}, data={str(folder.parent / 'd.npz')!r}, steps=30)"
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "120", "TERM": "xterm"}
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=subprocess.PIPE, env=environment)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end, on Linux
+        while block := os.read(ours, 4096):
+            shown += block
+    os.close(ours)
+    process.communicate()
+    assert process.returncode == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+    assert re.search(r"step 30/30, epoch 15 loss [0-9.]+ [0-9]+ samples/s +0:00:00", text)
+    assert "step 30: saved" in text
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
