@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ortc.errors import DataError
+from ortc.errors import DataError, NotFiniteError
 from ortc.plan import load_plan
 from ortc.recipe import LearningRate, Recipe, parse_recipe
 from ortc.runtime.batch import Batch
@@ -129,7 +129,13 @@ class _Loop:
         ):
             began = time.perf_counter()
             for epoch, index, batch, is_last in self._batches(position):
-                result = trainer.step(batch)
+                try:
+                    result = trainer.step(batch)
+                except (DataError, NotFiniteError):  # the state is that of the step before, and worth keeping
+                    if trainer.step_number > trainer.progress.step:
+                        metrics.sync()
+                        show.line(f"step {trainer.step_number}: saved {trainer.save(position, settings)}")
+                    raise
                 speed = result.samples / max(time.perf_counter() - began, 1e-9)
                 metrics.write(**_step_line(result, epoch, speed))
                 show.step(result, epoch, speed)

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import tiny
 
-from ortc.errors import DataError, OrtcError, RecipeError
+from ortc.errors import DataError, NotFiniteError, OrtcError, RecipeError
 from ortc.recipe import LearningRate
+from ortc.runtime.data import epoch_order
 from ortc.runtime.run import run
 from ortc.runtime.trainer import Trainer
 
@@ -139,6 +140,21 @@ def test_a_function_is_replayed_to_where_it_was(folder: Path, tmp_path: Path, mo
         train(tmp_path / "g", data="replayed:batches", epochs=9)
 
 
+def test_a_bad_batch_loses_no_step(folder: Path, tmp_path: Path, capsys):
+    train(folder, steps=20, schedule="constant")
+    whole, metrics = final(folder), lines(folder)
+    tiny.make_folder(tmp_path / "g", learning_rate=LearningRate(base=0.02, schedule="cosine", warmup=5))
+    spoilt = tiny.data(SAMPLES)
+    spoilt["x"][epoch_order(SAMPLES, 0, 0)[BATCH * 4]] = np.inf  # in the fifth batch of the first epoch
+    np.savez(tmp_path / "spoilt.npz", **spoilt)
+    with pytest.raises(NotFiniteError, match="step 5: the loss is nan"):
+        train(tmp_path / "g", steps=20, schedule="constant", data=tmp_path / "spoilt.npz", quiet=False)
+    assert "step 4: saved" in capsys.readouterr().out
+    train(tmp_path / "g", steps=20, schedule="constant")
+    assert final(tmp_path / "g") == whole
+    assert lines(tmp_path / "g") == metrics
+
+
 def test_a_fixed_batch_size_is_explained(tmp_path: Path):
     tiny.make_folder(tmp_path / "f", batch=4)
     np.savez(tmp_path / "d.npz", **tiny.data(10))
@@ -167,6 +183,7 @@ def test_too_few_samples_for_a_batch(folder: Path):
 CHILD = """
 import sys
 from pathlib import Path
+from ortc.runtime.data import epoch_order
 from ortc.runtime.run import run
 from ortc.runtime.trainer import Trainer
 
