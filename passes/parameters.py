@@ -35,7 +35,8 @@ class ChooseParameters(Pass):
         active = reached(graph, [v for v in graph.outputs if is_float(v)])
         marked = any(TORCH_KIND in v.metadata_props for v in graph.initializers.values())
         for value in list(graph.initializers.values()):
-            assert value.const_value is not None
+            tensor = value.const_value
+            assert tensor is not None
             why = _why_constant(value, value in active, marked, c.recipe.parameters.train)
             is_buffer = _is_buffer(value)
             if why is not None and not is_buffer:
@@ -49,8 +50,8 @@ class ChooseParameters(Pass):
                 ParameterInfo(
                     name=value.name or "",
                     role=role,  # type: ignore[arg-type]
-                    dtype=_dtype_name(value.const_value.dtype),
-                    shape=[int(d) for d in value.const_value.shape],  # type: ignore[arg-type]
+                    dtype=_dtype_name(tensor.dtype),
+                    shape=[int(d) for d in tensor.shape],  # type: ignore[arg-type]
                     trainable=role == "parameter" and not buffer_of_module,
                     reason="a running statistic, updated in training" if is_buffer else reason,
                 )

@@ -37,7 +37,7 @@ class Upgrade(Pass):
     after = ("prepare",)
 
     def run(self, c: Compilation) -> None:
-        c.model = convert_opset(c.model, c.target.opset)
+        c.model = infer_shapes(convert_opset(c.model, c.target.opset))
         c.model.ir_version = c.target.ir_version
 
 
@@ -49,7 +49,7 @@ class Simplify(Pass):
     after = ("choose-parameters",)
 
     def run(self, c: Compilation) -> None:
-        c.model = infer_shapes(fold(infer_shapes(c.model)))
+        c.model = infer_shapes(fold(c.model))
 
 
 @dataclass(frozen=True)
