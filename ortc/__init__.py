@@ -17,7 +17,7 @@ _LAZY = {
     "OrtcError": "ortc.errors",
 }
 
-__all__ = ["OrtcError", "Recipe", "Trainer", "compile", "load_recipe"]  # noqa: F822  (loaded on first use)
+__all__ = ["OrtcError", "Recipe", "Trainer", "compile", "load_recipe"]
 
 
 def __getattr__(name: str) -> Any:

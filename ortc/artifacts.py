@@ -44,9 +44,7 @@ def compiled_graphs(model: ir.Model, recipe: Recipe) -> dict[str, ir.Model]:
     return {phase: graphs[phase] for phase in ("train", "eval", "optimizer", "criterion") if phase in graphs}
 
 
-def compile(  # noqa: A001
-    model: str | Path, output: str | Path, recipe: Recipe | None = None, *, force: bool = False
-) -> Plan:
+def compile(model: str | Path, output: str | Path, recipe: Recipe | None = None, *, force: bool = False) -> Plan:
     """Compile a forward ONNX model into an output folder that the runtime trains with.
 
     Args:

@@ -86,23 +86,21 @@ def build_gradients(graph: ir.Graph, op: Builder, loss: ir.Value, wrt: Sequence[
     forward = list(graph)
     active = _depending_on(forward, wrt)
     via = reached(graph, [loss])
-    path = [
-        n for n in forward if any(v in via for v in n.outputs) and any(v in active for v in differentiable_inputs(n))
-    ]
+    path = [n for n in forward if any(v in via for v in n.outputs) and any(v in active for v in differentiable_inputs(n))]
     missing = [_Trouble(n, "no gradient rule") for n in path if node_key(n) not in GRADIENTS]
     if missing:
         raise ModelError(_explain(missing, via, active, op.opset))
 
     troubles: list[_Trouble] = []
     gradients: dict[ir.Value, ir.Value] = {}
-    with op.scope(f"{loss.name}.grad", origin=loss.name or "", **{"pass": "gradients"}):
+    with op.scope(f"{loss.name}.grad", origin=loss.name or "", pass_="gradients"):
         gradients[loss] = op.expand_like(op.const(1, like=loss), loss)
     complete: set[ir.Value] = set()
     for node in reversed(path):
         arrived = {v: _complete(op, v, gradients, complete) for v in node.outputs if v in gradients}
         if not arrived:
             continue
-        with op.scope(f"{node.name}.grad", origin=node.name or "", rule=node.op_type, **{"pass": "gradients"}):
+        with op.scope(f"{node.name}.grad", origin=node.name or "", rule=node.op_type, pass_="gradients"):
             try:
                 found = GRADIENTS[node_key(node)](op, node, arrived)
             except Unsupported as error:
@@ -144,7 +142,7 @@ def _distinct(op: Builder, gradients: dict[ir.Value, ir.Value]) -> dict[ir.Value
     taken: set[ir.Value] = set()
     for value, gradient in gradients.items():
         if gradient in taken or gradient.producer() is None:
-            with op.scope(f"{value.name}.grad", origin=value.name or "", **{"pass": "gradients"}):
+            with op.scope(f"{value.name}.grad", origin=value.name or "", pass_="gradients"):
                 gradient = op.copy(gradient, like=value)
                 gradient.name = op.names.fresh(f"{value.name}.grad")
             gradients[value] = gradient

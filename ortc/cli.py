@@ -50,7 +50,8 @@ def compile_(
     wrt: Wrt = None,
     batch_norm: BatchNorm = None,
     optimizer: Annotated[
-        str | None, typer.Option(metavar="NAME[:k=v,…]", help="adamw, adam, sgd, lamb; e.g. adamw:beta2=0.95,weight_decay=0.1")
+        str | None,
+        typer.Option(metavar="NAME[:k=v,…]", help="adamw, adam, sgd, lamb; e.g. adamw:beta2=0.95,weight_decay=0.1"),
     ] = None,
     lr: Annotated[float | None, typer.Option(help="learning rate after the warm-up")] = None,
     schedule: Annotated[str | None, typer.Option(help="constant, linear, cosine or polynomial")] = None,
@@ -173,7 +174,7 @@ def demo(
     threads: Threads = None,
 ) -> None:
     """Compile, train, evaluate and export a small model of handwritten digits."""
-    from ortc.demo import run_demo
+    from ortc.demo.run import run_demo
 
     run_demo(folder, threads)
 
@@ -261,7 +262,9 @@ def describe_plan(plan: Plan, output: Path) -> str:
         lines.append(f"  loss        {loss.name} of output {loss.output!r}{target}: {loss.chosen} (--loss changes it)")
     lines.append(f"  parameters  {len(trained)} train, {count:,} of {held:,} values (`ortc inspect {output}` lists them)")
     rate = plan.recipe.learning_rate
-    lines.append(f"  optimizer   {plan.recipe.optimizer.name}, learning rate {rate.base:g}, {rate.schedule} (--optimizer, --lr)")
+    lines.append(
+        f"  optimizer   {plan.recipe.optimizer.name}, learning rate {rate.base:g}, {rate.schedule} (--optimizer, --lr)"
+    )
     lines += [f"warning: {text}" for text in plan.warnings]
     lines.append(f"next: ortc run {output} --data train.npz")
     return "\n".join(lines)

@@ -135,4 +135,3 @@ def new_graph(name: str, opset: int, ir_version: int) -> ir.Model:
 def matches(name: str, globs: Sequence[str]) -> bool:
     """Whether a name matches one of the globs (case counts; a glob without wildcards is the name itself)."""
     return any(name == g or fnmatch.fnmatchcase(name, g) for g in globs)
-

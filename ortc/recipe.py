@@ -24,9 +24,7 @@ class _Table(BaseModel):
 class LossTerm(_Table):
     """One term of the loss; the total is the weighted sum of all terms."""
 
-    name: str = Field(
-        description="a declared loss (cross_entropy, mse, …), `none`, or a file: MODEL.onnx or PY:FUNCTION"
-    )
+    name: str = Field(description="a declared loss (cross_entropy, mse, …), `none`, or a file: MODEL.onnx or PY:FUNCTION")
     output: str | None = Field(None, description="the model output that the loss reads; default: the first that fits")
     labels: str | None = Field(None, description="name of the target input; default: `labels`")
     weight: float = Field(1.0, description="factor of this term in the total")
@@ -46,9 +44,7 @@ class Optimizer(_Table):
 
     name: str = Field("adamw", description="a declared optimizer: adamw, adam, sgd, lamb")
     options: dict[str, Any] = Field(default_factory=dict, description="the optimizer's own options, e.g. beta1")
-    decay_all: bool = Field(
-        False, description="also decay biases and norms (parameters with fewer than two dimensions)"
-    )
+    decay_all: bool = Field(False, description="also decay biases and norms (parameters with fewer than two dimensions)")
 
 
 class LearningRate(_Table):

@@ -189,9 +189,7 @@ def no_gradient(*operators: str) -> None:
     NO_GRADIENT.update(op_key(name) for name in operators)
 
 
-def _formals(
-    key: OpKey, inputs: str | None, outputs: str | None
-) -> tuple[tuple[str, ...], bool, tuple[str, ...], bool]:
+def _formals(key: OpKey, inputs: str | None, outputs: str | None) -> tuple[tuple[str, ...], bool, tuple[str, ...], bool]:
     if inputs is not None and outputs is not None:
         ins, outs = inputs.split(), outputs.split()
         return (

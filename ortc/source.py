@@ -250,9 +250,7 @@ def _safetensors_header(tensors: Mapping[str, ir.TensorProtocol], metadata: Mapp
     offset = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in SAFETENSORS_TYPES:
-            raise ModelError(
-                f"the weight {name!r} has the type {tensor.dtype.name}, which safetensors files do not have"
-            )
+            raise ModelError(f"the weight {name!r} has the type {tensor.dtype.name}, which safetensors files do not have")
         header[name] = {
             "dtype": SAFETENSORS_TYPES[tensor.dtype],
             "shape": [int(d) for d in tensor.shape],  # type: ignore[arg-type]

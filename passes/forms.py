@@ -10,6 +10,7 @@ import onnx_ir as ir
 from ortc.compiler import Compilation, Pass, of, role, set_role
 from ortc.errors import ModelError
 from ortc.graph.builder import Builder
+from ortc.graph.shapes import stamp_like
 from ortc.passes.randomness import RANDOM, Randomness
 
 
@@ -86,7 +87,7 @@ def _bypass_dropout(op: Builder, node: ir.Node) -> None:
     """y = x, and an all-true mask where somebody reads it."""
     x, y = node.inputs[0], node.outputs[0]
     assert x is not None
-    with op.scope(node.name or "Dropout", before=node, origin=node.name or "", rule="Dropout", **{"pass": "inference-form"}):
+    with op.scope(node.name or "Dropout", before=node, origin=node.name or "", rule="Dropout", pass_="inference-form"):
         if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
             mask = op.Expand(op.const(np.array(True)), op.Shape(x))
             _take_place(op, node.outputs[1], mask)
@@ -96,8 +97,8 @@ def _bypass_dropout(op: Builder, node: ir.Node) -> None:
 
 def _take_place(op: Builder, old: ir.Value, new: ir.Value) -> None:
     """``new`` is used wherever ``old`` was; a graph output keeps its name."""
-    if new.dtype is None:
-        new.dtype = old.dtype
+    if new.type is None:
+        new.type = old.type
     if new.shape is None:
         new.shape = old.shape
     name, is_output = old.name, old.is_graph_output()
@@ -132,6 +133,5 @@ def _train_batch_norm(c: Compilation, op: Builder, node: ir.Node) -> None:
     for value, buffer in zip(node.outputs[1:], buffers, strict=True):
         assert buffer is not None
         value.name = value.name or op.names.fresh(f"{buffer.name}.new")
-        value.dtype, value.shape = buffer.dtype, buffer.shape
+        stamp_like(value, buffer)
         c.graph.outputs.append(set_role(value, "buffer", of=of(buffer)))
-

@@ -116,9 +116,7 @@ class ShapeInference:
         try:
             rule(self, node)
         except (ValueError, KeyError):
-            raise ModelError(
-                f"node {node.name!r} ({node.op_type}): its bodies do not fit its inputs and outputs"
-            ) from None
+            raise ModelError(f"node {node.name!r} ({node.op_type}): its bodies do not fit its inputs and outputs") from None
 
     def _stamp(self, node: ir.Node) -> None:
         declared = [(value.type, dims(value)) for value in node.outputs]

@@ -30,9 +30,7 @@ def _reduce(op, x, reduction):
 
 
 @loss("cross_entropy")
-def cross_entropy(
-    op, output, labels, *, axis=-1, ignore_index=-100, class_weights=None, label_smoothing=0.0, reduction="mean"
-):
+def cross_entropy(op, output, labels, *, axis=-1, ignore_index=-100, class_weights=None, label_smoothing=0.0, reduction="mean"):
     """Softmax cross-entropy: logits against integer classes.
 
     Of N targets t with weights w (1 without class weights, 0 where ignored) and log-probabilities l over C classes:
@@ -59,7 +57,9 @@ def _smoothed(op, output, labels, weights, ignore_index, smoothing, reduction):
     ones = op.where(valid, 1, 0, like=output)
     weight = ones if weights is None else ones * op.Gather(weights, target, axis=0)
     spread = op.ReduceSum(log_prob if weights is None else log_prob * weights, [-1], keepdims=0)
-    per_target = (1 - smoothing) * (weight * picked) + op.cast(smoothing / op.size(output, [-1], output) * (ones * spread), output)
+    per_target = (1 - smoothing) * (weight * picked) + op.cast(
+        smoothing / op.size(output, [-1], output) * (ones * spread), output
+    )
     total = -op.ReduceSum(per_target, keepdims=0)
     return total / op.ReduceSum(weight, keepdims=0) if reduction == "mean" else total
 
@@ -154,7 +154,7 @@ def append_losses(
     for term, why in terms:
         assert term.output is not None
         output = outputs[term.output]
-        with op.scope("loss", origin="loss", rule=term.name, **{"pass": "loss"}):
+        with op.scope("loss", origin="loss", rule=term.name, pass_="loss"):
             if term.name == "none":
                 value, key = output, None
                 if any(d != 1 for d in dims(output) or ("?",)):
@@ -171,7 +171,7 @@ def append_losses(
                 _warn(c, term, output)
             parts.append(value if term.weight == 1 else op.Mul(value, float(term.weight)))
         infos.append(_describe(term, why, output, key))
-    with op.scope("loss", origin="loss", **{"pass": "loss"}):
+    with op.scope("loss", origin="loss", pass_="loss"):
         total = parts[0] if len(parts) == 1 else op.Sum(*parts)
         if total.producer() is None or role(total) is not None or total.is_graph_output():
             total = op.Identity(total)
@@ -269,7 +269,13 @@ def _describe(term: LossTerm, why: str, output: ir.Value, key: str | None) -> Lo
         classes = size if isinstance(size, int) else None
     ignore = int(term.options.get("ignore_index", -100)) if integer else None
     return LossInfo(
-        name=term.name, output=term.output or "", labels=key, weight=term.weight, classes=classes, ignore_index=ignore, chosen=why
+        name=term.name,
+        output=term.output or "",
+        labels=key,
+        weight=term.weight,
+        classes=classes,
+        ignore_index=ignore,
+        chosen=why,
     )
 
 

@@ -298,11 +298,7 @@ def _evaluate(node: ir.Node, opset: int) -> list[np.ndarray] | None:
     except Exception:
         return None
     for value, result in zip(node.outputs, results, strict=True):
-        if (
-            not isinstance(result, np.ndarray | np.generic)
-            or value.dtype is None
-            or result.dtype != value.dtype.numpy()
-        ):
+        if not isinstance(result, np.ndarray | np.generic) or value.dtype is None or result.dtype != value.dtype.numpy():
             return None
     return [np.asarray(result) for result in results]
 

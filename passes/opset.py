@@ -422,9 +422,7 @@ def _definition(node: ir.Node, opset: int) -> ir.Function | None:
         value.name = value.name or f"{node.name}.{i}"
     types = [b"" if v is None or v.type is None else _type_proto(v).SerializeToString() for v in node.inputs]
     version = max(v for v in schema.context_dependent_function_opset_versions if v <= opset)
-    body = schema.get_context_dependent_function_with_opset_version(
-        version, ir.to_proto(node).SerializeToString(), types
-    )
+    body = schema.get_context_dependent_function_with_opset_version(version, ir.to_proto(node).SerializeToString(), types)
     if not body:  # some are only defined for known shapes
         return None
     function = onnx.FunctionProto.FromString(body)

@@ -173,7 +173,7 @@ def _scalars(op: Builder) -> _Scalars:
     lr = ir.Value(name=op.names.fresh("lr"), type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(()))
     for value, what in ((step, "step"), (lr, "lr")):
         op.graph.inputs.append(set_role(value, "scalar", of=what))
-    with op.scope("scalars", **{"pass": "optimizer"}):
+    with op.scope("scalars", pass_="optimizer"):
         return _Scalars(op, op.Cast(step, to=_DOUBLE), op.Cast(lr, to=_DOUBLE))
 
 
@@ -191,7 +191,7 @@ def _update(
     g = set_role(_input(op, f"{info.name}.grad", source), "gradient", info.name)
     options, lr_scale = _options(declared, c, info)
     state = _State(op, p)
-    with op.scope(info.name, origin=info.name, rule=declared.name, **{"pass": "optimizer"}):
+    with op.scope(info.name, origin=info.name, rule=declared.name, pass_="optimizer"):
         lr = scalars.lr if lr_scale == 1 else scalars.lr * lr_scale
         updated = declared.function(op, p, g, state, _Scalars(op, scalars.step, lr), **options)
     updated.name = op.names.fresh(f"{info.name}.new")

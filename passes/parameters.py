@@ -6,6 +6,7 @@ initialiser and may be folded.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -72,7 +73,9 @@ def _why_constant(value: ir.Value, active: bool, marked: bool, wanted: list[str]
         return None
     if len(tensor.shape) == 0:
         return "a scalar constant (to train it, give its exact name to --train)"
-    if tensor.size == 1 and (value.metadata_props.get("ortc.constant_node") or (marked and TORCH_KIND not in value.metadata_props)):
+    if tensor.size == 1 and (
+        value.metadata_props.get("ortc.constant_node") or (marked and TORCH_KIND not in value.metadata_props)
+    ):
         return "a constant of the exporter (to train it, give its exact name to --train)"
     return None
 
@@ -87,7 +90,7 @@ def _make_input(c: Compilation, value: ir.Value, role: str) -> None:
     assert tensor is not None
     c.graph.initializers.pop(value.name or "")
     c.weights[value.name or ""] = tensor
-    value.dtype, value.shape = tensor.dtype, ir.Shape(tensor.shape)
+    value.dtype, value.shape = tensor.dtype, ir.Shape(tensor.shape.numpy())
     value.const_value = None
     c.graph.inputs.append(set_role(value, role, of=value.name))
 
@@ -153,7 +156,7 @@ def _group(c: Compilation, name: str) -> int | None:
     return next((i for i, group in enumerate(c.recipe.groups) if matches(name, group.match)), None)
 
 
-def _check_wrt(c: Compilation, name: str, by_name: dict[str | None, ir.Value], active: dict[ir.Value, object]) -> None:
+def _check_wrt(c: Compilation, name: str, by_name: dict[str | None, ir.Value], active: Container[ir.Value]) -> None:
     value = by_name.get(name)
     if value is None or value.metadata_props.get("ortc.role") != "data":
         data = [v.name for v in c.graph.inputs if v.metadata_props.get("ortc.role") == "data"]

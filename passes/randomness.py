@@ -19,7 +19,7 @@ import onnx_ir as ir
 from ortc.compiler import set_role
 from ortc.errors import ModelError
 from ortc.graph.builder import Builder
-from ortc.graph.shapes import constant
+from ortc.graph.shapes import constant, stamp_like
 
 _INT32, _UINT32 = int(ir.DataType.INT32), int(ir.DataType.UINT32)
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
@@ -45,12 +45,17 @@ class Randomness:
         base = self._counters(node)
         self._nodes += 1
         with self.op.scope(
-            node.name or node.op_type, before=node, origin=node.name or "", rule=node.op_type, **{"pass": "training-form"}
+            node.name or node.op_type,
+            before=node,
+            origin=node.name or "",
+            rule=node.op_type,
+            pass_="training-form",
         ):
             key = self._mix(self.op.Add(base, _int32(self._nodes)))
             values = RANDOM[node.op_type](self, node, key)
         for old, new in zip(node.outputs, values, strict=False):
-            new.dtype, new.shape = old.dtype or new.dtype, old.shape if old.shape is not None else new.shape
+            if old.type is not None and old.shape is not None:
+                stamp_like(new, old)
             ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
         self.op.graph.remove(node, safe=True)
 
@@ -58,7 +63,7 @@ class Randomness:
         """The key of this seed, step and micro-batch, made once."""
         if self._base is None:
             op = self.op
-            with op.scope("random", before=first, rule="counter", **{"pass": "training-form"}):
+            with op.scope("random", before=first, rule="counter", pass_="training-form"):
                 key: ir.Value | None = None
                 for counter in ("seed", "step", "micro_batch"):
                     scalar = ir.Value(name=op.names.fresh(counter), type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(()))
@@ -112,7 +117,7 @@ def _dropout(random: Randomness, node: ir.Node, key: ir.Value) -> tuple[ir.Value
 
 
 def _shape_of(op: Builder, node: ir.Node) -> ir.Value:
-    if node.inputs:
+    if node.inputs and node.inputs[0] is not None:
         return op.shape(node.inputs[0])
     return op.const(np.asarray(node.attributes["shape"].as_ints(), np.int64))
 

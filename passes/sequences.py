@@ -25,7 +25,7 @@ def resolve_sequences(model: ir.Model) -> ir.Model:
     for node in list(graph):
         if node.domain:
             continue
-        with op.scope(node.name or node.op_type, before=node, origin=node.name or "", **{"pass": "sequences"}):
+        with op.scope(node.name or node.op_type, before=node, origin=node.name or "", pass_="sequences"):
             if node.op_type in _MAKE:
                 made = _MAKE[node.op_type](op, node, elements)
                 if made is not None:
@@ -189,7 +189,7 @@ def _collect_in_loop(op: Builder, loop: ir.Node, elements: Elements) -> None:
         ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
     for i, value in zip(lists, new[len(kept) :], strict=True):
         for use in list(loop.outputs[i].uses()):
-            with op.scope(use.node.name or "", before=use.node, origin=use.node.name or "", **{"pass": "sequences"}):
+            with op.scope(use.node.name or "", before=use.node, origin=use.node.name or "", pass_="sequences"):
                 _replace(op, use.node.outputs[0], _joined(op, use.node, value))
             op.graph.remove(use.node, safe=True)
     op.graph.remove(loop, safe=True)

@@ -64,7 +64,7 @@ def _copy(op: Builder, body: ir.Graph, mapping: dict[ir.Value, ir.Value], term: 
             *(None if v is None else mapping[v] for v in node.inputs),
             _domain=node.domain,
             _outputs=len(node.outputs),
-            **node.attributes,
+            **dict(node.attributes),  # type: ignore[arg-type]  # none of its keys starts with an underscore
         )
         mapping.update(zip(node.outputs, made if isinstance(made, tuple) else (made,), strict=True))
     loss = mapping[body.outputs[0]]
@@ -109,5 +109,3 @@ def _model_of(function: ir.Function, output: ir.Value, outputs: dict[str, ir.Val
     model = ir.Model(graph, ir_version=10, functions=[function])
     InlinePass()(model)
     return model
-
-

@@ -72,9 +72,7 @@ def check_sample(key: OpKey, sample: Mapping[str, Any]) -> None:
     rule = GRADIENTS[key]
     arrays, node = instantiate(rule, sample)
     forward = node_model(node, arrays, np.float64)
-    weights = [
-        _random(f"weight{i}", y.shape) for i, y in enumerate(_reference(forward, arrays)) if y.dtype == np.float64
-    ]
+    weights = [_random(f"weight{i}", y.shape) for i, y in enumerate(_reference(forward, arrays)) if y.dtype == np.float64]
     wanted = [
         n
         for i, n in enumerate(node.input)
@@ -98,9 +96,7 @@ def check_sample(key: OpKey, sample: Mapping[str, Any]) -> None:
             want = gradients[name]
             scale = max(1.0, float(np.abs(want).max(initial=0)))
             assert got.shape == want.shape
-            assert np.abs(got - want).max(initial=0) <= 2e-5 * scale, (
-                f"{key} {dict(sample)} d{name}, symbolic={symbolic}"
-            )
+            assert np.abs(got - want).max(initial=0) <= 2e-5 * scale, f"{key} {dict(sample)} d{name}, symbolic={symbolic}"
 
 
 def instantiate(rule: GradientRule, sample: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], onnx.NodeProto]:
@@ -126,9 +122,7 @@ def instantiate(rule: GradientRule, sample: Mapping[str, Any]) -> tuple[dict[str
     return arrays, node
 
 
-def node_model(
-    node: onnx.NodeProto, arrays: Mapping[str, np.ndarray], dtype: Any, symbolic: bool = False
-) -> onnx.ModelProto:
+def node_model(node: onnx.NodeProto, arrays: Mapping[str, np.ndarray], dtype: Any, symbolic: bool = False) -> onnx.ModelProto:
     """A model of the one node; integer and boolean inputs are constants, as they mostly are in real models.
 
     ``_constants`` of a sample names float inputs that are constants too, ``_inputs`` the others that are fed.
@@ -173,9 +167,7 @@ def gradient_model(
     gradients = build_gradients(graph, op, loss, [by_name[n] for n in wanted])
     graph.outputs.clear()
     with op.scope("zero"):
-        graph.outputs.extend(
-            gradients[by_name[n]] if by_name[n] in gradients else op.zeros_like(by_name[n]) for n in wanted
-        )
+        graph.outputs.extend(gradients[by_name[n]] if by_name[n] in gradients else op.zeros_like(by_name[n]) for n in wanted)
     proto = ir.to_proto(model)
     onnx.checker.check_model(proto)
     return proto

@@ -160,7 +160,5 @@ def test_the_function(pytester, compiler):
 
 
 def test_loading_the_plugin_imports_no_compiler(pytester):
-    script = (
-        "import sys, ortc.testing; print([m for m in ('numpy', 'onnx', 'onnx_ir', 'pydantic') if m in sys.modules])"
-    )
+    script = "import sys, ortc.testing; print([m for m in ('numpy', 'onnx', 'onnx_ir', 'pydantic') if m in sys.modules])"
     assert pytester.run(sys.executable, "-c", script).stdout.lines == ["[]"]

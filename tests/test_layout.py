@@ -75,9 +75,7 @@ def within(module: str, packages: set[str]) -> bool:
 
 def strangers(path: Path, allowed: set[str]) -> list[str]:
     """The modules that a file imports anywhere beside the allowed ones and the standard library."""
-    return [
-        m for m in imports(parse(path)) if m.split(".")[0] not in sys.stdlib_module_names and not within(m, allowed)
-    ]
+    return [m for m in imports(parse(path)) if m.split(".")[0] not in sys.stdlib_module_names and not within(m, allowed)]
 
 
 @pytest.mark.parametrize("path", python_files(ENGINE / "runtime"), ids=relative)
@@ -103,11 +101,7 @@ def test_passes_use_the_engine_below_them(path: Path):
 
 def named_operators(tree: ast.AST, operators: set[str]) -> Iterator[str]:
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Attribute)
-            and node.attr in operators
-            and ast.unparse(node.value) not in NOT_OPERATORS_OF
-        ):
+        if isinstance(node, ast.Attribute) and node.attr in operators and ast.unparse(node.value) not in NOT_OPERATORS_OF:
             yield f"line {node.lineno}: .{node.attr}"
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in operators:
             yield f"line {node.lineno}: {node.value!r}"

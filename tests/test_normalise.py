@@ -240,9 +240,7 @@ def test_a_newer_operator_means_the_same_at_the_target(opset: int, inputs: str, 
     after = ir.to_proto(model)
     onnx.checker.check_model(after, full_check=True)
     assert [o.version for o in after.opset_import if not o.domain] == [TARGET]
-    assert {n.op_type for n in after.graph.node}.isdisjoint(
-        {"RMSNormalization", "Swish", "Attention", "RotaryEmbedding"}
-    )
+    assert {n.op_type for n in after.graph.node}.isdisjoint({"RMSNormalization", "Swish", "Attention", "RotaryEmbedding"})
     np.testing.assert_allclose(run(after, fed)[0], expected[0], rtol=1e-5, atol=1e-5)
 
 
@@ -288,9 +286,7 @@ twice <factor: float = 3.0> (p) => (q) { f = Constant<value_float: float = @fact
 
 @pytest.mark.parametrize("opset", [17, 13])
 def test_functions_are_inlined_with_names_that_say_from_where(opset: int):
-    before = onnx.parser.parse_model(
-        FUNCTIONS.replace("OPSET", str(opset)).replace("my.once(b)", "my.once<bias=1.5>(b)")
-    )
+    before = onnx.parser.parse_model(FUNCTIONS.replace("OPSET", str(opset)).replace("my.once(b)", "my.once<bias=1.5>(b)"))
     after = prepare(ir.from_proto(before))
     assert not after.functions
     assert [n.name for n in after.graph][:3] == ["twice/once/ReduceMean", "twice/once/Add", "twice/once/Add_1"]
@@ -345,9 +341,7 @@ def test_nodes_in_any_order_are_sorted_and_cycles_refused():
 
 
 def test_inputs_and_weights_that_are_outputs_keep_their_names():
-    before = parse(
-        "g (float[2] x) => (float[2] x, float[2] w, float[2] y) <float[2] w = {1.0, 2.0}> { y = Add(x, w) }", 17
-    )
+    before = parse("g (float[2] x) => (float[2] x, float[2] w, float[2] y) <float[2] w = {1.0, 2.0}> { y = Add(x, w) }", 17)
     after = fold(infer_shapes(convert_opset(prepare(ir.from_proto(before)), TARGET)))
     assert [v.name for v in after.graph.inputs] == ["x"]
     assert [v.name for v in after.graph.outputs] == ["x", "w", "y"]
@@ -453,9 +447,7 @@ def test_branches_survive(opset: int):
     ("value", "kept"), [(1, ["Add", "Softmax", "Mul", "Abs"]), (0, ["Add", "ReduceSum", "Add", "Sub", "Abs"])]
 )
 def test_a_branch_whose_condition_is_constant_is_taken(value: int, kept: list[str]):
-    text = BRANCHES.replace("CONDITION", "yes").replace(
-        "k = Exp(w)", f"yes = Constant<value=bool {{{value}}}>() k = Exp(w)"
-    )
+    text = BRANCHES.replace("CONDITION", "yes").replace("k = Exp(w)", f"yes = Constant<value=bool {{{value}}}>() k = Exp(w)")
     before, after = folded(text, 12)
     assert operators(after) == kept
     same_results(before, after)
@@ -573,9 +565,7 @@ def int64(*numbers: int) -> str:
     ],
 )  # fmt: skip
 def test_sizes_are_followed_by_name(inputs: str, body: str, expected: list[int | str] | None):
-    found = shape_of(
-        f"g ({inputs}) => (y) {{ {body} }}".replace("(y)", "(int64[] y)" if "Range" in body else "(float[] y)")
-    )
+    found = shape_of(f"g ({inputs}) => (y) {{ {body} }}".replace("(y)", "(int64[] y)" if "Range" in body else "(float[] y)"))
     if expected is None:  # a named size is cut by another: it could be either
         assert found is not None
         assert found[0] not in ("s", "t", None)
@@ -611,9 +601,7 @@ def test_an_unknown_size_gets_one_name():
 
 
 def test_what_cannot_be_right_is_told_with_the_node():
-    model = prepare(
-        ir.from_proto(parse("g (float[2,3] x, float[4,5] w) => (float[] y) { [projection] y = MatMul(x, w) }"))
-    )
+    model = prepare(ir.from_proto(parse("g (float[2,3] x, float[4,5] w) => (float[] y) { [projection] y = MatMul(x, w) }")))
     with pytest.raises(ModelError, match=r"node 'projection' \(MatMul\) cannot be right: .*x float\[2, 3\]"):
         infer_shapes(model)
 
@@ -641,10 +629,7 @@ def test_operators_that_onnx_does_not_know(call: str, expected: list[int | str] 
 
 
 def test_two_runs_give_the_same_bytes():
-    texts = [
-        ir.to_proto(folded(BRANCHES.replace("CONDITION", "c"), 12)[1]).SerializeToString(deterministic=True)
-        for _ in "ab"
-    ]
+    texts = [ir.to_proto(folded(BRANCHES.replace("CONDITION", "c"), 12)[1]).SerializeToString(deterministic=True) for _ in "ab"]
     assert texts[0] == texts[1]
 
 
@@ -671,11 +656,7 @@ def test_time_is_linear_in_the_nodes():
 def onnx_cases() -> list[onnx.backend.test.case.test_case.TestCase]:
     """Every eighth of ONNX's own single-node cases, with one array per input."""
     cases = [c for c in collect_testcases(None) if c.model is not None and c.data_sets]
-    plain = [
-        c
-        for c in cases
-        if all(isinstance(x, np.ndarray) and x.dtype.kind in "fiub" for xs in c.data_sets[0] for x in xs)
-    ]
+    plain = [c for c in cases if all(isinstance(x, np.ndarray) and x.dtype.kind in "fiub" for xs in c.data_sets[0] for x in xs)]
     return [c for c in plain if not any(n.op_type.startswith(("Bernoulli", "Random")) for n in c.model.graph.node)][::8]
 
 
@@ -761,14 +742,10 @@ def signature_changes() -> list[tuple[str, int]]:
 
 def takes_away(old: onnx.defs.OpSchema, new: onnx.defs.OpSchema) -> bool:
     required = onnx.defs.OpSchema.FormalParameterOption.Single
-    kept = all(
-        k in new.attributes and new.attributes[k].default_value == a.default_value for k, a in old.attributes.items()
-    )
+    kept = all(k in new.attributes and new.attributes[k].default_value == a.default_value for k, a in old.attributes.items())
     demanded = any(a.required and k not in old.attributes for k, a in new.attributes.items())
     before, after = list(old.inputs), list(new.inputs)
-    moved = len(after) < len(before) or any(
-        a.option == required and a.name not in [b.name for b in before] for a in after
-    )
+    moved = len(after) < len(before) or any(a.option == required and a.name not in [b.name for b in before] for a in after)
     return new.deprecated or not kept or demanded or moved or len(new.outputs) < len(old.outputs)
 
 

@@ -7,6 +7,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+
 from ortc.passes.inference import infer_shapes
 from ortc.passes.normalise import fold, prepare
 from ortc.passes.sequences import resolve_sequences

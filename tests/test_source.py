@@ -22,9 +22,7 @@ from ortc.errors import ModelError
 from ortc.source import MAX_OPSET, load_model, write_safetensors
 
 
-def model(
-    weight: TensorProto | None = None, opset: int = 17, nodes: list[onnx.NodeProto] | None = None
-) -> onnx.ModelProto:
+def model(weight: TensorProto | None = None, opset: int = 17, nodes: list[onnx.NodeProto] | None = None) -> onnx.ModelProto:
     """y = x · w, with w of shape (3, 4)."""
     weight = weight or onnx.numpy_helper.from_array(np.arange(12, dtype=np.float32).reshape(3, 4), "w")
     graph = helper.make_graph(

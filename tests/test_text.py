@@ -84,9 +84,7 @@ scaled <alpha, beta: float = 1.0> (x) => (y)
 
 
 def test_types_and_tags_follow_a_node_and_a_port():
-    model = ir.from_onnx_text(
-        '<ir_version: 10, opset_import: ["": 21]> g (float[N,3] x) => (float[N,3] y) {y = Relu(x)}'
-    )
+    model = ir.from_onnx_text('<ir_version: 10, opset_import: ["": 21]> g (float[N,3] x) => (float[N,3] y) {y = Relu(x)}')
     model.graph[0].metadata_props.update({"ortc.rule": "Relu", "ortc.origin": "a node\nhere", "torch.stack": "noise"})
     model.graph.inputs[0].metadata_props["ortc.role"] = "data"
     text = graph_text(model)

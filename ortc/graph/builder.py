@@ -20,7 +20,7 @@ import onnx
 import onnx_ir as ir
 
 from ortc.graph.names import Names, taken_names
-from ortc.graph.shapes import Dims, NodeInference, constant, dims, is_float, rank, static
+from ortc.graph.shapes import Dims, NodeInference, constant, dims, is_float, rank, stamp_like, static
 
 Operand = ir.Value | float | int | bool | Sequence[int] | np.ndarray | None
 
@@ -49,7 +49,7 @@ class Builder:
         """
         saved = self._prefix, self._metadata, self._before
         self._prefix, self._before = prefix, before
-        self._metadata = {f"ortc.{key}": text for key, text in metadata.items()}
+        self._metadata = {f"ortc.{key.rstrip('_')}": text for key, text in metadata.items()}
         handler = ir.set_value_magic_handler(self)  # type: ignore[arg-type]
         try:
             yield
@@ -100,7 +100,7 @@ class Builder:
         if _domain:
             self.graph.opset_imports.setdefault(_domain, 1)
         if _like is not None:
-            outputs[0].dtype, outputs[0].shape = _like.dtype, _like.shape
+            stamp_like(outputs[0], _like)
         self._inference.stamp(node)
         return outputs[0] if _outputs == 1 else tuple(outputs)
 

@@ -28,6 +28,11 @@ def dims(value: ir.Value) -> Dims | None:
     return tuple(d if isinstance(d, int) else d.value for d in value.shape)
 
 
+def stamp_like(value: ir.Value, like: ir.Value) -> None:
+    """Give a value the type and shape of another."""
+    value.type, value.shape = like.type, like.shape
+
+
 def rank(value: ir.Value) -> int | None:
     """The number of dimensions, or None."""
     return None if value.shape is None else len(value.shape)

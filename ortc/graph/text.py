@@ -158,9 +158,7 @@ def _tensor_type(tensor: ir.TensorProtocol) -> str:
 
 def _type_text(kind: ir.TypeProtocol, shape: Sequence[int | str | None] | None) -> str:
     """``float[N,3]``; a scalar is ``float``, an unknown rank ``float[]``, an unknown dimension ``?``."""
-    wrapper = {ir.SequenceType: "seq", ir.OptionalType: "optional", ir.SparseTensorType: "sparse_tensor"}.get(
-        type(kind)
-    )
+    wrapper = {ir.SequenceType: "seq", ir.OptionalType: "optional", ir.SparseTensorType: "sparse_tensor"}.get(type(kind))
     if wrapper in ("seq", "optional"):
         return f"{wrapper}({_type_text(kind.elem_type, shape)})"  # type: ignore[arg-type]
     element = ir.DataType(kind.dtype).name.lower()

@@ -176,16 +176,12 @@ def _check_shape(name: str, array: np.ndarray, port: Port, sizes: dict[str, tupl
     for axis, (size, want) in enumerate(zip(array.shape, port.shape, strict=True)):
         if isinstance(want, int) and size != want:
             hint = "; if that is the batch, use --batch-size and --drop-last" if axis == 0 else ""
-            raise DataError(
-                f"{name!r} has shape {have}, the model wants {described}: dimension {axis} must be {want}{hint}"
-            )
+            raise DataError(f"{name!r} has shape {have}, the model wants {described}: dimension {axis} must be {want}{hint}")
         if isinstance(want, str):
             computed = dimension(want, {symbol: known for symbol, (known, _) in sizes.items()})
             known, source = sizes.setdefault(want, (size if computed is None else computed, name))
             if size != known:
-                raise DataError(
-                    f"{name!r} has shape {have}, the model wants {described}: {want!r} is {known} in {source!r}"
-                )
+                raise DataError(f"{name!r} has shape {have}, the model wants {described}: {want!r} is {known} in {source!r}")
     if array.size == 0:
         raise DataError(f"{name!r} has shape {have}: it is empty")
 
@@ -196,9 +192,7 @@ def _cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
         return array
     kinds = ({"f"}, {"i", "u"})
     if not any(array.dtype.kind in kind and dtype.kind in kind for kind in kinds):
-        raise DataError(
-            f"{name!r} has type {array.dtype}, the model wants {dtype}: convert it with .astype({str(dtype)!r})"
-        )
+        raise DataError(f"{name!r} has type {array.dtype}, the model wants {dtype}: convert it with .astype({str(dtype)!r})")
     if dtype.kind in "iu" and not np.can_cast(array.dtype, dtype):
         limits = np.iinfo(dtype)
         if array.size and (int(array.min()) < limits.min or int(array.max()) > limits.max):

@@ -291,9 +291,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     if checksum != _checksum(index):
         raise Damaged(f"checkpoint {folder} is damaged: {INDEX} was changed")
     if index["version"] != CHECKPOINT_VERSION:
-        raise CheckpointError(
-            f"{folder} has checkpoint version {index['version']!r}, this ortc reads {CHECKPOINT_VERSION}"
-        )
+        raise CheckpointError(f"{folder} has checkpoint version {index['version']!r}, this ortc reads {CHECKPOINT_VERSION}")
     return index
 
 
@@ -301,9 +299,7 @@ def _check_model(folder: Path, index: dict[str, Any], plan: Plan) -> None:
     if index["fingerprint"] == plan.fingerprint:
         return
     theirs, ours = index["parameters"], {p.name: p for p in plan.parameters}
-    raise CheckpointError(
-        f"checkpoint {folder} belongs to another model than {plan.model}: {_difference(theirs, ours)}"
-    )
+    raise CheckpointError(f"checkpoint {folder} belongs to another model than {plan.model}: {_difference(theirs, ours)}")
 
 
 def _difference(theirs: dict[str, Any], ours: dict[str, ParameterInfo]) -> str:
@@ -328,9 +324,7 @@ def _check_files(folder: Path, index: dict[str, Any]) -> None:
             raise Damaged(f"checkpoint {folder} is damaged: {name} is not what was saved (its hash differs)")
 
 
-def _load(
-    folder: Path, index: dict[str, Any], values: Mapping[str, np.ndarray], states: Mapping[StateKey, np.ndarray]
-) -> None:
+def _load(folder: Path, index: dict[str, Any], values: Mapping[str, np.ndarray], states: Mapping[StateKey, np.ndarray]) -> None:
     with _tensors(folder / PARAMETERS) as read:
         for name, array in values.items():
             _fill(array, read(name), f"{name!r} in {folder}")
@@ -338,9 +332,7 @@ def _load(
     missing = sorted(k for k in states if k not in saved)
     if saved and missing:
         name, slot = missing[0]
-        tell(
-            f"warning: {folder} lacks {len(missing)} optimizer states, such as {slot!r} of {name!r}; they start at zero"
-        )
+        tell(f"warning: {folder} lacks {len(missing)} optimizer states, such as {slot!r} of {name!r}; they start at zero")
     for k in missing:
         if states[k].any():  # zeros that were never written to take no memory
             states[k][...] = 0
@@ -376,9 +368,7 @@ def _latest_first(root: Path) -> list[Path]:
     for folder in steps:
         with contextlib.suppress(CheckpointError):
             serials[folder] = read_index(folder)["serial"]
-    return sorted(
-        steps, key=lambda f: (serials.get(f, _serial_by_step(steps[f], steps, serials)), steps[f]), reverse=True
-    )
+    return sorted(steps, key=lambda f: (serials.get(f, _serial_by_step(steps[f], steps, serials)), steps[f]), reverse=True)
 
 
 def _serial_by_step(step: int, steps: dict[Path, int], serials: dict[Path, int]) -> int:

@@ -34,11 +34,7 @@ class Arrays:
         for shard in shards:
             for name, array in shard.items():
                 want = first.get(name)
-                if (
-                    want is None
-                    or (array.dtype, array.shape[1:]) != (want.dtype, want.shape[1:])
-                    or len(shard) != len(first)
-                ):
+                if want is None or (array.dtype, array.shape[1:]) != (want.dtype, want.shape[1:]) or len(shard) != len(first):
                     raise DataError(f"{source}: its files do not hold the same arrays ({name!r} differs in one)")
         self._starts = np.cumsum([0, *(len(next(iter(s.values()))) for s in shards)])
         self.samples = int(self._starts[-1])
@@ -49,9 +45,7 @@ class Arrays:
         """Batches of an epoch."""
         return self.samples // batch_size if drop_last else -(-self.samples // batch_size)
 
-    def batches(
-        self, epoch: int, *, seed: int | None, batch_size: int, drop_last: bool, start: int = 0
-    ) -> Iterator[Batch]:
+    def batches(self, epoch: int, *, seed: int | None, batch_size: int, drop_last: bool, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch from the batch ``start`` on; without a seed in the stored order."""
         order = np.arange(self.samples) if seed is None else epoch_order(self.samples, seed, epoch)
         for i in range(start, self.count(batch_size, drop_last) or 0):
@@ -84,9 +78,7 @@ class Generated:
         """Batches of an epoch: not known."""
         return None
 
-    def batches(
-        self, epoch: int, *, seed: int | None, batch_size: int, drop_last: bool, start: int = 0
-    ) -> Iterator[Batch]:
+    def batches(self, epoch: int, *, seed: int | None, batch_size: int, drop_last: bool, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch from the batch ``start`` on; the sizes are the function's own."""
         known = {"seed": seed or 0, "epoch": epoch}
         takes = inspect.signature(self.function).parameters
@@ -190,9 +182,7 @@ def _map_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: BinaryI
     if member.compress_type == zipfile.ZIP_STORED:
         file.seek(member.header_offset + 26)  # a local header: 30 bytes, then a name and extras of these lengths
         lengths = file.read(4)
-        start = (
-            member.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-        )
+        start = member.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
         file.seek(start)
         return _map(file, what)
     with tempfile.TemporaryFile(prefix="ortc-") as unpacked:

@@ -106,8 +106,7 @@ def _write_initializer(model: BinaryIO, name: str, array: np.ndarray, weights: B
         weights.write(bytes(-weights.tell() % _PAGE))
         where = {"location": location, "offset": str(weights.tell()), "length": str(tail)}
         tensor += b"".join(
-            _bytes_field(_EXTERNAL_DATA, _bytes_field(1, k.encode()) + _bytes_field(2, v.encode()))
-            for k, v in where.items()
+            _bytes_field(_EXTERNAL_DATA, _bytes_field(1, k.encode()) + _bytes_field(2, v.encode())) for k, v in where.items()
         )
         tensor += _varint(_DATA_LOCATION << 3) + _varint(_EXTERNAL)
         tail = 0
@@ -137,9 +136,7 @@ def exported_loss(plan: Plan, folder: Path, model: Path, batch: Batch, threads: 
         OrtcError: if ONNX Runtime cannot open or run the model.
     """
     outputs = _run(str(model), f"the exported {model.name}", plan, plan.export, batch, threads)
-    results = _run(
-        read_graph(folder, plan.criterion), plan.criterion.file, plan, plan.criterion, {**batch, **outputs}, threads
-    )
+    results = _run(read_graph(folder, plan.criterion), plan.criterion.file, plan, plan.criterion, {**batch, **outputs}, threads)
     return float(results[next(key(p) for p in plan.criterion.outputs if p.role == "loss")])
 
 

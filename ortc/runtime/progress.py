@@ -40,8 +40,7 @@ class Lines(Progress):
             self._next = now + LINE_EVERY
             of = "" if self.total is None else f"/{self.total}"
             self.line(
-                f"step {result.step}{of}, epoch {epoch + 1}: loss {result.loss:.6g}, lr {result.lr:.3g}, "
-                f"{speed:.0f} samples/s"
+                f"step {result.step}{of}, epoch {epoch + 1}: loss {result.loss:.6g}, lr {result.lr:.3g}, {speed:.0f} samples/s"
             )
 
     def line(self, text: str) -> None:

@@ -75,9 +75,7 @@ def run(
     rate = _learning_rate(load_plan(folder).recipe, lr, schedule, warmup)
     if seed is not None:
         parse_recipe({"seed": seed}, "options")
-    with Trainer(
-        folder, restore=restore, threads=threads, seed=seed, schedule=rate, keep=keep, exclusive=True
-    ) as trainer:
+    with Trainer(folder, restore=restore, threads=threads, seed=seed, schedule=rate, keep=keep, exclusive=True) as trainer:
         source = open_data(data, trainer.inputs)
         held_out = open_data(eval_data, trainer.inputs) if eval_data is not None else None
         loop = _Loop(

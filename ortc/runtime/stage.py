@@ -41,9 +41,7 @@ def import_onnxruntime() -> Any:
     return onnxruntime
 
 
-def open_session(
-    model: str | bytes, name: str, target: str, threads: int | None = None
-) -> onnxruntime.InferenceSession:
+def open_session(model: str | bytes, name: str, target: str, threads: int | None = None) -> onnxruntime.InferenceSession:
     """Open a graph with the options that training needs.
 
     The compiler decides the order of the nodes, and recomputed values must not be merged back into the originals.
@@ -251,9 +249,7 @@ class Stage:
     def _set_scalars(self, phase: str, **values: float) -> None:
         for name, array in self._scalars[phase].items():
             if name not in values:
-                raise PlanError(
-                    f"{self.stage.phases[phase].file} wants the scalar {name!r}, which this runtime does not know"
-                )
+                raise PlanError(f"{self.stage.phases[phase].file} wants the scalar {name!r}, which this runtime does not know")
             array[...] = values[name]
 
 

@@ -258,9 +258,7 @@ def where(op, condition, X, Y, doutput):
     return op.where(condition, doutput, 0, like=X), op.where(condition, 0, doutput, like=X)
 
 
-@gradient(
-    "Clip", wrt="input", samples=({"input": _UNIT, "min": np.array(-0.5), "max": np.array(0.6)}, {"input": _UNIT})
-)
+@gradient("Clip", wrt="input", samples=({"input": _UNIT, "min": np.array(-0.5), "max": np.array(0.6)}, {"input": _UNIT}))
 def clip(op, input, min, max, doutput):
     """dX = dY inside the bounds (both included, as PyTorch), else 0; the bounds themselves get no gradient"""
     for bound, outside in ((min, op.Less), (max, op.Greater)):

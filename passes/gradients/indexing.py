@@ -144,9 +144,7 @@ def scatter_elements(op, data, indices, updates, output, doutput, *, axis=0, red
     """none: dX = dY with zeros at the indices, dU = dY there. add: dX = dY. mul, max, min: see ``_scattered``"""
     return _scattered(
         *(op, data, updates, output, doutput, reduction),
-        lambda base, put, how: op.ScatterElements(
-            base, indices, put, axis=axis, reduction=_unless_none(how), _like=data
-        ),
+        lambda base, put, how: op.ScatterElements(base, indices, put, axis=axis, reduction=_unless_none(how), _like=data),
         lambda x: op.GatherElements(x, indices, axis=axis, _like=updates),
     )
 
@@ -157,10 +155,7 @@ def scatter_elements(op, data, indices, updates, output, doutput, *, axis=0, red
     samples=(
         {"data": (3, 4), "indices": np.array([[0, -1], [2, 3]]), "updates": (2,)},
         {"data": (3, 4), "indices": np.array([[2], [0]]), "updates": (2, 4)},
-        *(
-            {"data": (3, 2), "indices": np.array([[0], [0]]), "updates": (2, 2), "reduction": r}
-            for r in _ONE_OF_ALL[1:]
-        ),
+        *({"data": (3, 2), "indices": np.array([[0], [0]]), "updates": (2, 2), "reduction": r} for r in _ONE_OF_ALL[1:]),
     ),
 )
 def scatter_nd(op, data, indices, updates, output, doutput, *, reduction="none"):

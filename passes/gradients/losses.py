@@ -56,9 +56,7 @@ def _subtract_at(op, x, labels, each):
         {"scores": (2, 4, 3, 2), "labels": _PIXELS, "weights": _WEIGHTS, "ignore_index": 1, "reduction": "none"},
     ),
 )
-def softmax_cross_entropy_loss(
-    op, labels, weights, log_prob, doutput, dlog_prob, *, ignore_index=None, reduction="mean"
-):
+def softmax_cross_entropy_loss(op, labels, weights, log_prob, doutput, dlog_prob, *, ignore_index=None, reduction="mean"):
     """dscores = f · (softmax - one-hot), f a label's factor; and of log_prob: dL - softmax · Σ dL over the classes
 
     One exponential, one product and one subtraction at the labels in its place: no one-hot matrix. (Measured on

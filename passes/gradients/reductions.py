@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ortc.rules import gradient, no_gradient
@@ -9,7 +11,7 @@ from ortc.rules import gradient, no_gradient
 no_gradient("ArgMax", "ArgMin")
 
 _POSITIVE = np.abs(np.random.default_rng(7).standard_normal((2, 3, 4))) + 0.2
-_CASES = (
+_CASES: tuple[dict[str, Any], ...] = (
     {},
     {"axes": np.array([1])},
     {"axes": np.array([0, -1]), "keepdims": 0},

@@ -56,9 +56,7 @@ def squeeze(op, data, axes, dsqueezed):
     return op.reshape_like(dsqueezed, data) if axes is None else op.Unsqueeze(dsqueezed, axes, _like=data)
 
 
-@gradient(
-    "Unsqueeze", wrt="data", samples=({"data": (2, 3), "axes": np.array([0, -1])}, {"data": (), "axes": np.array([0])})
-)
+@gradient("Unsqueeze", wrt="data", samples=({"data": (2, 3), "axes": np.array([0, -1])}, {"data": (), "axes": np.array([0])}))
 def unsqueeze(op, data, axes, dexpanded):
     """The axes go again."""
     return op.Squeeze(dexpanded, axes, _like=data)

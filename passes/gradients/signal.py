@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from ortc.passes.gradients.indexing import add_at
 
+from ortc.passes.gradients.indexing import add_at
 from ortc.rules import Unsupported, gradient
 
 
@@ -54,9 +54,7 @@ def dft(op, input, dft_length, axis, doutput, *, inverse=0, onesided=0):
         raise Unsupported("an axis that is not a constant")
     [along] = op.axes(input, place.reshape(()))
     length = _number(op, dft_length)
-    whole = _adjoint(
-        op, doutput, op.dim(input, along) if length is None else length, along, inverse=inverse, onesided=onesided
-    )
+    whole = _adjoint(op, doutput, op.dim(input, along) if length is None else length, along, inverse=inverse, onesided=onesided)
     gradient = _as_real_as(op, _resize(op, whole, along, op.dim(input, along)), input)
     gradient.shape = input.shape
     return gradient
@@ -78,8 +76,7 @@ def _number(op, x):
         {"signal": (2, 10, 1), "frame_step": np.array(3), "window": (4,), "onesided": 1, "_static": True},
         {"signal": (2, 10, 1), "frame_step": np.array(2), "window": (5,), "frame_length": np.array(5)}
         | {"onesided": 0, "_static": True},
-        {"signal": (1, 9, 1), "frame_step": np.array(4), "frame_length": np.array(4)}
-        | {"onesided": 1, "_static": True},
+        {"signal": (1, 9, 1), "frame_step": np.array(4), "frame_length": np.array(4)} | {"onesided": 1, "_static": True},
     ),
 )
 def stft(op, signal, frame_step, window, frame_length, output, doutput, *, onesided=1):

@@ -392,9 +392,7 @@ class Lookup:
         return self.grads[at].reshape(array.shape), {self.names[i] for i in np.unique(self.owners[at])}
 
 
-def folded_weights(
-    model: nn.Module, folded: dict[str, str], grads: Arrays
-) -> list[tuple[np.ndarray, np.ndarray, set[str]]]:
+def folded_weights(model: nn.Module, folded: dict[str, str], grads: Arrays) -> list[tuple[np.ndarray, np.ndarray, set[str]]]:
     """Weights of convolutions with their batch norm folded in, their gradients, and the parameters that they hold.
 
     W' = s·W and b' = beta - s·mean, with s = gamma/√(var + ε), for a convolution without bias. So dL/dW' = dL/dW / s,
@@ -417,9 +415,7 @@ def is_close(a: np.ndarray, b: np.ndarray) -> bool:
     return a.shape == b.shape and np.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def map_gradients(
-    graph: onnx.GraphProto, model: nn.Module, case: Case, run: Callable
-) -> tuple[Arrays, list[str], list[str]]:
+def map_gradients(graph: onnx.GraphProto, model: nn.Module, case: Case, run: Callable) -> tuple[Arrays, list[str], list[str]]:
     """Gradients under initialisers' names, the other float initialisers, the parameters that no initialiser holds.
 
     ``run`` gives the gradients of a model's parameters.
@@ -465,9 +461,7 @@ def map_gradients(
 # ---- export ---------------------------------------------------------------------------------------------------------
 
 
-def export(
-    model: nn.Module, case: Case, variant: str, batch: Arrays, output_shape: tuple[int, ...], path: Path
-) -> None:
+def export(model: nn.Module, case: Case, variant: str, batch: Arrays, output_shape: tuple[int, ...], path: Path) -> None:
     names = list(case.inputs)
     dims = {size: d for d, size in SIZES.items() if d != case.fixed.get(variant)}
     symbolic = {n: {i: d for i, d in enumerate(case.inputs[n][0]) if d in dims.values()} for n in names}
@@ -540,9 +534,7 @@ def make(name: str, variant: str, folder: Path) -> dict:
     loss, _, after = gradients(model, batch, target, case.loss)
     proto = onnx.load(path)
     onnx.checker.check_model(proto, full_check=True)
-    grads, constants, dropped = map_gradients(
-        proto.graph, model, case, lambda m: gradients(m, batch, target, case.loss)[1]
-    )
+    grads, constants, dropped = map_gradients(proto.graph, model, case, lambda m: gradients(m, batch, target, case.loss)[1])
     arrays = {f"in/{n}": a for n, a in batch.items()} | {f"grad/{n}": g for n, g in grads.items()}
     if variant == "legacy_train":
         arrays |= {f"after/{n}": b for n, b in after.items()}

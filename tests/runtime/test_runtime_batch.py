@@ -64,9 +64,7 @@ def test_the_ignored_class_is_no_mistake(check):
 
 
 def test_types_of_the_same_kind_are_converted(check):
-    fitted = check.fit(
-        batch(x=np.full((2, 3, 7), 0.5), ids=np.full((2, 4), 3, np.int32), labels=np.arange(8, dtype=np.uint8))
-    )
+    fitted = check.fit(batch(x=np.full((2, 3, 7), 0.5), ids=np.full((2, 4), 3, np.int32), labels=np.arange(8, dtype=np.uint8)))
     assert fitted["x"].dtype == np.float32
     assert fitted["x"][0, 0, 0] == 0.5
     assert fitted["ids"].dtype == fitted["labels"].dtype == np.int64

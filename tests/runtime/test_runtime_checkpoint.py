@@ -101,9 +101,7 @@ DAMAGE = {
     "no index": lambda c: (c / "index.json").unlink(),
     "bad json": lambda c: os.truncate(c / "index.json", 50),
     "other json": lambda c: (c / "index.json").write_text("[]"),
-    "changed index": lambda c: (c / "index.json").write_text(
-        (c / "index.json").read_text().replace('"step": 3', '"step": 4')
-    ),
+    "changed index": lambda c: (c / "index.json").write_text((c / "index.json").read_text().replace('"step": 3', '"step": 4')),
 }
 
 
@@ -175,9 +173,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoints(when: int, folder: Path, mon
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint.os, "fsync", full)
             if when < 4:  # two files of tensors, the index, their folder
-                with pytest.raises(
-                    CheckpointError, match=r"No space left.*--keep\); the earlier checkpoints are intact"
-                ):
+                with pytest.raises(CheckpointError, match=r"No space left.*--keep\); the earlier checkpoints are intact"):
                     trainer.save()
             elif when == 4:  # the folder of the checkpoints: it may not last, so it is not reported as saved
                 with pytest.raises(CheckpointError):

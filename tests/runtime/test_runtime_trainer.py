@@ -129,9 +129,7 @@ def test_a_batch_that_is_not_finite_changes_nothing(tmp_path: Path):
     with Trainer(tmp_path / "f") as trainer:
         trainer.step(tiny.data())
         before = {name: a.copy() for name, a in trainer.parameters.items()}
-        with pytest.raises(
-            NotFiniteError, match=r"step 2: the loss is nan; not finite are the gradients of 'fc/1.weight'"
-        ):
+        with pytest.raises(NotFiniteError, match=r"step 2: the loss is nan; not finite are the gradients of 'fc/1.weight'"):
             trainer.step(bad)
         assert all(np.array_equal(a, before[name]) for name, a in trainer.parameters.items())
         assert trainer.step_number == 1

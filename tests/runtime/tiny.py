@@ -60,9 +60,7 @@ def make_folder(
     gradients = [p.model_copy(update={"name": f"d{p.name}", "role": "gradient"}) for p in values]
     buffers = [Port(name=BUFFER_TENSOR, role="buffer", dtype="float32", shape=[HIDDEN], of=BUFFER)] if buffer else []
     new_buffers = [p.model_copy(update={"name": "mean.new"}) for p in buffers]
-    counters = [
-        Port(name=f"n_{n}", role="scalar", dtype="int64", shape=[], of=n) for n in ("seed", "step", "micro_batch")
-    ]
+    counters = [Port(name=f"n_{n}", role="scalar", dtype="int64", shape=[], of=n) for n in ("seed", "step", "micro_batch")]
 
     folder.mkdir(parents=True)
     (folder / "stage-0").mkdir()
