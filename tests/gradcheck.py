@@ -21,6 +21,7 @@ from onnx.reference.op_run import OpRun
 
 from ortc.autodiff import build_gradients
 from ortc.graph.builder import Builder
+from ortc.passes.inference import infer_shapes
 from ortc.rules import GRADIENTS, GradientRule, OpKey
 
 OPSET = 21
@@ -64,7 +65,32 @@ class GatherElements(OpRun):
         return (np.take_along_axis(data[part], indices, axis),)
 
 
-REPLACED = [Erf, Gelu, Pad, GatherElements]
+class ConvTranspose(OpRun):
+    """ONNX's reference cannot reshape the weights of groups; this follows the spec, for explicit pads."""
+
+    def _run(self, X, W, B=None, *, auto_pad, dilations, group, kernel_shape, output_padding, output_shape, pads, strides):  # type: ignore[no-untyped-def]
+        assert auto_pad in (None, "NOTSET")
+        assert output_shape is None
+        n = X.ndim - 2
+        strides, dilations = strides or [1] * n, dilations or [1] * n
+        pads, extra = pads or [0] * 2 * n, output_padding or [0] * n
+        span = [s * (i - 1) + (k - 1) * d + 1 for s, i, k, d in zip(strides, X.shape[2:], W.shape[2:], dilations, strict=False)]
+        full = np.zeros((X.shape[0], W.shape[1] * group, *(a + b for a, b in zip(span, extra, strict=False))), X.dtype)
+        c, m = X.shape[1] // group, W.shape[1]
+        for g in range(group):
+            x, w, y = X[:, g * c : (g + 1) * c], W[g * c : (g + 1) * c], full[:, g * m : (g + 1) * m]
+            for k in np.ndindex(*W.shape[2:]):
+                at = [
+                    slice(j * d, j * d + s * (i - 1) + 1, s)
+                    for j, d, s, i in zip(k, dilations, strides, X.shape[2:], strict=False)
+                ]
+                y[(slice(None), slice(None), *at)] += np.einsum("nc...,cm->nm...", x, w[(slice(None), slice(None), *k)])
+        cut = [slice(a, size - b) for a, b, size in zip(pads[:n], pads[n:], full.shape[2:], strict=False)]
+        full = full[(slice(None), slice(None), *cut)]
+        return (full if B is None else full + B.reshape(-1, *[1] * n),)
+
+
+REPLACED = [ConvTranspose, Erf, Gelu, Pad, GatherElements]
 
 
 def check_sample(key: OpKey, sample: Mapping[str, Any]) -> None:
@@ -90,7 +116,7 @@ def check_sample(key: OpKey, sample: Mapping[str, Any]) -> None:
         assert abs(exact - numeric) <= 2e-6 * scale, f"{key} {dict(sample)} d{name}: {exact} against {numeric}"
 
     # A sample that is _static has an operator whose output ONNX gives no rank unless every size is known.
-    for symbolic in (False,) if sample.get("_static") else (False, True):
+    for symbolic in (False,) if sample.get("_static") is True else (False, True):
         model = gradient_model(node, arrays, weights, wanted, np.float32, symbolic)
         for name, got in zip(wanted, _runtime(model, arrays), strict=True):
             want = gradients[name]
@@ -118,26 +144,33 @@ def instantiate(rule: GradientRule, sample: Mapping[str, Any]) -> tuple[dict[str
     if isinstance(outputs, int):
         outputs = [f"out{i}" for i in range(outputs)]
     node = helper.make_node(rule.key[1], names, outputs, name="node", domain=rule.key[0], **attributes)
-    node.doc_string = " ".join([sample.get("_constants", ""), *(f"+{n}" for n in sample.get("_inputs", "").split())])
+    fed = [f"+{n}" for n in sample.get("_inputs", "").split()]
+    fixed = [f"={n}" for n in str(sample.get("_static", "")).split()]
+    node.doc_string = " ".join([sample.get("_constants", ""), *fed, *fixed])
     return arrays, node
 
 
 def node_model(node: onnx.NodeProto, arrays: Mapping[str, np.ndarray], dtype: Any, symbolic: bool = False) -> onnx.ModelProto:
     """A model of the one node; integer and boolean inputs are constants, as they mostly are in real models.
 
-    ``_constants`` of a sample names float inputs that are constants too, ``_inputs`` the others that are fed.
+    ``_constants`` of a sample names float inputs that are constants too, ``_inputs`` the others that are fed, ``_static``
+    those whose sizes are always known. An output whose name starts with ``unused`` takes no part in the loss.
     """
     inputs, constants = [], []
     notes = node.doc_string.split()
     for name, array in arrays.items():
         if (array.dtype.kind == "f" and name not in notes) or f"+{name}" in notes:
             fed = np.dtype(dtype) if array.dtype.kind == "f" else array.dtype
-            shape = [f"{name}_{i}" for i in range(array.ndim)] if symbolic and fed == dtype else array.shape
+            shape = (
+                [f"{name}_{i}" for i in range(array.ndim)]
+                if symbolic and fed == dtype and f"={name}" not in notes
+                else array.shape
+            )
             inputs.append(helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(fed), shape))
         else:
             stored = array.astype(dtype) if array.dtype.kind == "f" else array
             constants.append(onnx.numpy_helper.from_array(stored, name))
-    outputs = [onnx.ValueInfoProto(name=o) for o in node.output if o]
+    outputs = [onnx.ValueInfoProto(name=o) for o in node.output if o and not o.startswith("unused")]
     graph = helper.make_graph([node], "g", inputs, outputs, constants)
     imports = [helper.make_opsetid("", OPSET)] + ([helper.make_opsetid(node.domain, 1)] if node.domain else [])
     model = helper.make_model(graph, opset_imports=imports, ir_version=10)
@@ -154,6 +187,8 @@ def gradient_model(
 ) -> onnx.ModelProto:
     """The gradients of Σ weights·outputs with respect to ``wanted``, built by the engine."""
     model = ir.from_proto(node_model(node, arrays, dtype, symbolic))
+    if any(v.type is None or v.shape is None for v in model.graph.outputs):
+        infer_shapes(model)
     graph = model.graph
     op = Builder(graph)
     with op.scope("loss"):

@@ -1,0 +1,95 @@
+"""Normalisations. x̂ = (X - μ)·σ⁻¹ over the normalised axes; of g = dY·scale the gradient is σ⁻¹·(g - mean g - x̂·mean(g·x̂))
+(Ioffe & Szegedy, arXiv 1502.03167; Ba et al., arXiv 1607.06450)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ortc.rules import gradient
+
+_VARIANCE = np.array([0.5, 1.5, 0.8])
+_MEAN = np.array([0.1, -0.4, 0.3])
+
+
+def _through(op, g, normal, inverse, axes):
+    """σ⁻¹·(g - mean g - x̂·mean(g·x̂))"""
+    shift = op.ReduceMean(g, axes, keepdims=1)
+    stretch = op.ReduceMean(g * normal, axes, keepdims=1)
+    return inverse * (g - shift - normal * stretch)
+
+
+def _statistics(op, x, axes, epsilon):
+    """x̂ and σ⁻¹ of the population over the axes."""
+    centred = x - op.ReduceMean(x, axes, keepdims=1)
+    inverse = op.Reciprocal(op.Sqrt(op.ReduceMean(centred * centred, axes, keepdims=1) + epsilon))
+    return centred * inverse, inverse
+
+
+def _per_channel(op, vector, x):
+    """A vector over the channels, to broadcast against ``x`` [N, C, …]."""
+    return op.Reshape(vector, [-1, *[1] * (op.rank(x) - 2)])
+
+
+def _channel_sum(op, x):
+    """Sum over everything but the channels."""
+    return op.ReduceSum(x, [0, *range(2, op.rank(x))], keepdims=0)
+
+
+@gradient(
+    "LayerNormalization",
+    samples=(
+        {"X": (2, 3, 4), "Scale": (4,), "B": (4,)},
+        {"X": (2, 3, 4), "Scale": (3, 4), "axis": 1, "epsilon": 1e-3},
+    ),
+)
+def layer_normalization(op, X, Scale, Mean, InvStdDev, dY, *, axis=-1, epsilon=1e-5, stash_type=1):
+    """dX as above, dScale = Σ dY·x̂, dB = Σ dY; the mean and σ⁻¹ are the forward's own"""
+    axes = list(range(axis % op.rank(X), op.rank(X)))
+    inverse = op.cast(InvStdDev, X)
+    normal = (X - op.cast(Mean, X)) * inverse
+    return _through(op, dY * Scale, normal, inverse, axes), dY * normal, dY
+
+
+@gradient(
+    "BatchNormalization",
+    wrt="X scale B",
+    samples=(
+        {"X": (2, 3, 4), "scale": (3,), "B": (3,), "input_mean": _MEAN, "input_var": _VARIANCE},
+        {"X": (4, 3), "scale": (3,), "B": (3,), "input_mean": _MEAN, "input_var": _VARIANCE, "epsilon": 1e-3},
+        {
+            **{"X": (4, 3, 2, 2), "scale": (3,), "B": (3,), "input_mean": _MEAN, "input_var": _VARIANCE},
+            **{"training_mode": 1, "_outputs": ["out0", "unused_mean", "unused_var"]},
+        },
+    ),
+)
+def batch_normalization(op, X, scale, input_mean, input_var, dY, *, epsilon=1e-5, training_mode=0, momentum=0.9):
+    """On the batch as above; with stored statistics dX = dY·scale·σ⁻¹. dscale = Σ dY·x̂, dB = Σ dY"""
+    axes = [0, *range(2, op.rank(X))]
+    factor = _per_channel(op, op.cast(scale, X), X)
+    if training_mode:
+        normal, inverse = _statistics(op, X, axes, float(epsilon))
+        dX = _through(op, dY * factor, normal, inverse, axes)
+    else:
+        inverse = _per_channel(op, op.cast(op.Reciprocal(op.Sqrt(input_var + float(epsilon))), X), X)
+        normal = (X - _per_channel(op, op.cast(input_mean, X), X)) * inverse
+        dX = dY * (factor * inverse)
+    return dX, op.cast(_channel_sum(op, dY * normal), scale), op.cast(_channel_sum(op, dY), scale)
+
+
+@gradient("InstanceNormalization", samples=({"input": (2, 3, 4, 2), "scale": (3,), "B": (3,)},))
+def instance_normalization(op, input, scale, doutput, *, epsilon=1e-5):
+    """As above over the spatial axes; dscale, dB summed per channel"""
+    axes = list(range(2, op.rank(input)))
+    normal, inverse = _statistics(op, input, axes, float(epsilon))
+    dX = _through(op, doutput * _per_channel(op, scale, input), normal, inverse, axes)
+    return dX, _channel_sum(op, doutput * normal), _channel_sum(op, doutput)
+
+
+@gradient("GroupNormalization", samples=({"X": (2, 4, 3, 2), "scale": (4,), "bias": (4,), "num_groups": 2, "stash_type": 11},))
+def group_normalization(op, X, scale, dY, *, num_groups, epsilon=1e-5, stash_type=1):
+    """As above over each group of channels and the spatial axes (Wu & He, arXiv 1803.08494)"""
+    grouped = op.Reshape(X, [0, num_groups, -1])
+    normal, inverse = _statistics(op, grouped, [2], float(epsilon))
+    g = op.Reshape(dY * _per_channel(op, scale, X), [0, num_groups, -1])
+    dX = op.reshape_like(_through(op, g, normal, inverse, [2]), X)
+    return dX, _channel_sum(op, dY * op.reshape_like(normal, X)), _channel_sum(op, dY)

@@ -1,0 +1,91 @@
+"""Pooling."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ortc.graph.shapes import static
+from ortc.passes.gradients.convolution import fit, window
+from ortc.rules import Unsupported, gradient
+
+_MAX = (
+    {"X": (2, 3, 6), "kernel_shape": [2], "strides": [2]},
+    {"X": (2, 2, 5, 6), "kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 0, 1, 1]},
+    {"X": (1, 2, 5, 5), "kernel_shape": [2, 2], "strides": [2, 2], "ceil_mode": 1},
+    {"X": (1, 2, 4, 4, 4), "kernel_shape": [2, 2, 2], "strides": [2, 2, 2]},
+)
+
+
+@gradient("MaxPool", samples=_MAX)
+def max_pool(
+    op,
+    X,
+    Indices,
+    dY,
+    *,
+    kernel_shape,
+    auto_pad="NOTSET",
+    ceil_mode=0,
+    dilations=None,
+    pads=None,
+    storage_order=0,
+    strides=None,
+):
+    """dY goes to the element that was the largest, the first of equals; overlapping windows add up"""
+    if storage_order:
+        raise Unsupported("storage_order=1")
+    zeros = op.Reshape(op.zeros_like(X), [-1])
+    scattered = op.ScatterElements(zeros, op.Reshape(Indices, [-1]), op.Reshape(dY, [-1]), axis=0, reduction="add")
+    return op.reshape_like(scattered, X)
+
+
+_AVERAGE = (
+    {"X": (2, 3, 6), "kernel_shape": [2], "strides": [2]},
+    {"X": (2, 2, 5, 6), "kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 0, 1, 1]},
+    {"X": (2, 2, 5, 6), "kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 0, 1, 1], "count_include_pad": 1},
+    {"X": (1, 2, 5, 5), "kernel_shape": [2, 2], "strides": [2, 2]},
+    {"X": (1, 1, 4, 4, 4), "kernel_shape": [2, 2, 2], "strides": [2, 2, 2]},
+)
+
+
+@gradient("AveragePool", samples=_AVERAGE)
+def average_pool(
+    op, X, Y, dY, *, kernel_shape, auto_pad="NOTSET", ceil_mode=0, count_include_pad=0, dilations=None, pads=None, strides=None
+):
+    """Each element of a window gets dY / n, n the elements that were counted: a transposed convolution with ones"""
+    n = len(kernel_shape)
+    pads, strides, dilations = window(op, X, kernel_shape, auto_pad, pads, strides, dilations)
+    spatial = list(range(2, op.rank(X)))
+    if ceil_mode and (static(X) is None or static(Y) is None):
+        raise Unsupported("ceil_mode over axes of unknown size")
+    ones = op.const(np.ones((1, 1, *kernel_shape)), like=X)
+    shape = op.vector(1, 1, *(op.dim(X, a) for a in spatial))
+    counted = op.Expand(op.const(np.ones([1] * (n + 2)), like=X), shape)
+    reach = list(pads)
+    if ceil_mode:
+        for i, (size, out) in enumerate(zip(op.dims(X)[2:], op.dims(Y)[2:], strict=True)):
+            window_end = (out - 1) * strides[i] + (kernel_shape[i] - 1) * dilations[i] + 1
+            reach[n + i] = max(pads[n + i], window_end - size - pads[i])
+    beyond = [reach[n + i] - pads[n + i] for i in range(n)]
+    if count_include_pad:
+        counted = op.Pad(counted, pads, op.const(1, like=X), spatial)
+        counts = op.Conv(counted, ones, strides=strides, dilations=dilations, pads=[*[0] * n, *beyond])
+    else:
+        counts = op.Conv(counted, ones, strides=strides, dilations=dilations, pads=reach)
+    share = op.Reshape(dY / counts, op.vector(-1, 1, *(op.dim(Y, a) for a in spatial)))
+    whole = op.ConvTranspose(share, ones, strides=strides, dilations=dilations, pads=[*pads[:n], *[0] * n])
+    like = op.Reshape(X, op.vector(-1, 1, *(op.dim(X, a) for a in spatial)))
+    return op.reshape_like(fit(op, whole, like, [max(s - 1, 0) for s in strides]), X)
+
+
+@gradient("GlobalAveragePool", samples=({"X": (2, 3, 4, 5)},))
+def global_average_pool(op, X, dY):
+    """dX = dY / n, broadcast"""
+    return op.expand_like(dY / op.size(X, range(2, op.rank(X))), X)
+
+
+@gradient("GlobalMaxPool", samples=({"X": (2, 3, 4, 5)},))
+def global_max_pool(op, X, Y, dY):
+    """dY goes to the largest; ties share it equally (as PyTorch's amax)"""
+    hits = op.cast(op.Equal(X, Y), X)
+    return hits * (dY / op.ReduceSum(hits, list(range(2, op.rank(X))), keepdims=1))
