@@ -11,20 +11,24 @@ from ortc.autodiff import build_gradients
 from ortc.compiler import Compilation, Pass, of, role, set_role
 from ortc.graph.builder import Builder
 from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
+from ortc.passes.sequences import resolve_sequences
+from ortc.passes.unmerge import unmerge
 
 
 @dataclass(frozen=True)
 class Prepare(Pass):
-    """Inlines functions, makes every weight an initialiser, gives every node and value a name."""
+    """Inlines functions, makes every weight an initialiser of its own, gives every node and value a name."""
 
     name = "prepare"
 
     def run(self, c: Compilation) -> None:
-        from_constant_nodes = {n.outputs[0].name for n in c.graph if n.op_type == "Constant" and not n.domain}
         c.model = prepare(c.model)
-        for name, value in c.graph.initializers.items():
-            if name in from_constant_nodes:
-                value.metadata_props["ortc.constant_node"] = "1"
+        separated = unmerge(c.model)
+        if separated:
+            c.warnings.append(
+                f"{len(separated)} weights, which the exporter had merged because their values were equal, train apart "
+                f"({', '.join(separated[:3])}{', …' if len(separated) > 3 else ''})"
+            )
         for value in c.graph.outputs:
             set_role(value, "output", of=value.name)
 
@@ -49,7 +53,7 @@ class Simplify(Pass):
     after = ("choose-parameters",)
 
     def run(self, c: Compilation) -> None:
-        c.model = infer_shapes(fold(c.model))
+        c.model = infer_shapes(fold(resolve_sequences(infer_shapes(fold(c.model)))))
 
 
 @dataclass(frozen=True)
