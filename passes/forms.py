@@ -69,7 +69,9 @@ def to_inference(graph: ir.Graph) -> None:
     op = Builder(graph)
     for node in list(graph):
         if _is(node, "Dropout"):
+            read = list(node.inputs[1:])
             _bypass_dropout(op, node)
+            _drop_unused(graph, read)
         elif _is(node, "BatchNormalization"):
             node.attributes.pop("training_mode", None)
             for value in node.outputs[1:]:
@@ -81,6 +83,12 @@ def to_inference(graph: ir.Graph) -> None:
                         "which has no inference form"
                     )
             node.resize_outputs(1)
+
+
+def _drop_unused(graph: ir.Graph, values: list[ir.Value | None]) -> None:
+    for value in values:
+        if value is not None and value.is_initializer() and not value.uses():
+            graph.initializers.pop(value.name or "")
 
 
 def _bypass_dropout(op: Builder, node: ir.Node) -> None:
