@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import onnx_ir as ir
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from ortc.plan import LossInfo, ParameterInfo
 from ortc.recipe import Recipe
@@ -124,6 +125,15 @@ def role(value: ir.Value) -> str | None:
 def of(value: ir.Value) -> str:
     """What the port belongs to; its own name if nothing else was said."""
     return value.metadata_props.get(OF) or value.name or ""
+
+
+def merge_equal(model: ir.Model) -> None:
+    """Merge equal subexpressions. Of two equal graph outputs the second becomes a copy of the first, and keeps its role."""
+    outputs = [(v.name, dict(v.metadata_props)) for v in model.graph.outputs]
+    CommonSubexpressionEliminationPass()(model)
+    for value, (name, metadata) in zip(model.graph.outputs, outputs, strict=True):
+        value.name = name
+        value.metadata_props.update(metadata)
 
 
 def new_graph(name: str, opset: int, ir_version: int) -> ir.Model:

@@ -11,7 +11,7 @@ from ortc.compiler import Compilation, Pass, of, role, set_role
 from ortc.errors import ModelError
 from ortc.graph.builder import Builder
 from ortc.graph.shapes import stamp_like
-from ortc.passes.randomness import RANDOM, Randomness
+from ortc.passes.randomness import RANDOM, Randomness, constant_ratio
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class TrainingForm(Pass):
         for node in list(c.graph):
             if _is(node, "BatchNormalization"):
                 _train_batch_norm(c, op, node)
+            elif _is(node, "Dropout") and constant_ratio(node) == 0:
+                _bypass_dropout(op, node)
             elif node.op_type in RANDOM and not node.domain:
                 random.replace(node)
 

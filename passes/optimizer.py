@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import onnx_ir as ir
-from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
-from ortc.compiler import Compilation, Pass, new_graph, of, role, set_role
+from ortc.compiler import Compilation, Pass, merge_equal, new_graph, of, role, set_role
 from ortc.errors import RecipeError
 from ortc.graph.builder import Builder
 from ortc.plan import ParameterInfo
@@ -38,7 +37,7 @@ def sgd(op, p, g, state, t, *, weight_decay=0.0, momentum=0.0, dampening=0.0, ne
     if weight_decay:
         g = g + weight_decay * p
     if momentum:
-        fresh = g if not dampening else g * t.number(op.Where(op.Equal(t.step, 1.0), 1.0, 1.0 - dampening), p)
+        fresh = g if not dampening else g * t.number(op.where(op.Equal(t.step, 1.0), 1, 1 - dampening, like=t.step), p)
         buffer = state.update("momentum", momentum * state("momentum") + fresh)
         g = g + momentum * buffer if nesterov else buffer
     return p - t.number(t.lr, p) * g
@@ -148,7 +147,7 @@ class BuildOptimizer(Pass):
             if info is not None and role(value) == "parameter":
                 outputs += _update(op, declared, c, info, value, scalars)
         model.graph.outputs.extend(outputs)
-        CommonSubexpressionEliminationPass()(model)
+        merge_equal(model)
         c.graphs["optimizer"] = model
 
 

@@ -21,6 +21,7 @@ from ortc.plan import ParameterInfo
 BUFFER_INPUTS = {"BatchNormalization": (3, 4)}
 
 # What PyTorch's dynamo exporter writes about each tensor of the exported program.
+TORCH_FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
 TORCH_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 
 
@@ -73,11 +74,17 @@ def _why_constant(value: ir.Value, active: bool, marked: bool, wanted: list[str]
         return None
     if len(tensor.shape) == 0:
         return "a scalar constant (to train it, give its exact name to --train)"
-    if tensor.size == 1 and (
-        value.metadata_props.get("ortc.constant_node") or (marked and TORCH_KIND not in value.metadata_props)
-    ):
+    if tensor.size == 1 and "ortc.constant_node" in value.metadata_props:
+        return "a constant of the exporter (to train it, give its exact name to --train)"
+    if marked and _is_unmarked_constant(value):
         return "a constant of the exporter (to train it, give its exact name to --train)"
     return None
+
+
+def _is_unmarked_constant(value: ir.Value) -> bool:
+    """In a file that marks the module's tensors: one without a mark, a module's name, or a weight it was folded from."""
+    props = value.metadata_props
+    return TORCH_KIND not in props and "." not in (value.name or "") and "." not in props.get(TORCH_FOLDED_FROM, "")
 
 
 def _is_buffer(value: ir.Value) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from ortc.autodiff import build_gradients
-from ortc.compiler import Compilation, Pass, of, role, set_role
+from ortc.compiler import Compilation, Pass, merge_equal, of, role, set_role
 from ortc.graph.builder import Builder
 from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
 from ortc.passes.sequences import resolve_sequences
@@ -86,7 +86,7 @@ class CleanUp(Pass):
     def run(self, c: Compilation) -> None:
         for phase in ("train", "eval"):
             model = c.graphs[phase]
-            CommonSubexpressionEliminationPass()(model)
+            merge_equal(model)
             RemoveUnusedNodesPass()(model)
             drop_unused_inputs(model.graph)
 

@@ -40,8 +40,6 @@ class Randomness:
 
     def replace(self, node: ir.Node) -> None:
         """Replace a random operator by its counter-based form; node numbers follow the graph's order."""
-        if node.op_type == "Dropout" and constant_ratio(node) == 0:
-            return
         base = self._counters(node)
         self._nodes += 1
         with self.op.scope(
