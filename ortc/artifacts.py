@@ -35,6 +35,7 @@ def compile_graphs(model: ir.Model, recipe: Recipe) -> Compilation:
     from ortc import passes
 
     load_declarations("ortc.passes.gradients")
+    load_declarations("ortc.passes.lowerings")
     return run_passes(passes.standard(), Compilation(model, recipe, load_target(recipe.target)))
 
 

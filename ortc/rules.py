@@ -226,6 +226,23 @@ def _kind(operator: str, name: str, inputs: tuple[str, ...], outputs: tuple[str,
     )
 
 
+LOWERINGS: dict[OpKey, Callable[..., Any]] = {}
+
+
+def lowering(operator: str) -> Callable[[F], F]:
+    """Declare how an operator is written in others that the targets have, or have quicker.
+
+    The function is called as ``f(op, *inputs, **attributes)``, with None for optional inputs left out at the end, and returns
+    the outputs in order (fewer where nobody reads the others). It raises :class:`Unsupported` for a form that stays as it is.
+    """
+
+    def declare(function: F) -> F:
+        LOWERINGS[op_key(operator)] = function
+        return function
+
+    return declare
+
+
 @dataclass(frozen=True)
 class Declared:
     """A named entry of a table of functions: a loss, an optimizer."""

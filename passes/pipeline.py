@@ -10,9 +10,11 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from ortc.autodiff import build_gradients
 from ortc.compiler import Compilation, Pass, merge_equal, of, role, set_role
 from ortc.graph.builder import Builder
+from ortc.passes.inlining import take_place
 from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
 from ortc.passes.sequences import resolve_sequences
 from ortc.passes.unmerge import unmerge
+from ortc.rules import LOWERINGS, Unsupported, node_key
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,35 @@ class Gradients(Pass):
         graph.outputs.extend(set_role(gradients[v], "gradient", of=of(v)) for v in wanted)
         graph.outputs.extend(buffers)
         c.graphs["train"] = c.model
+
+
+@dataclass(frozen=True)
+class Lower(Pass):
+    """Writes operators that a target lacks, or has only slowly, in others; their gradient rules have seen them by now."""
+
+    name = "lower"
+    after = ("gradients",)
+
+    def run(self, c: Compilation) -> None:
+        for phase in ("train", "eval", "criterion"):
+            graph = c.graphs[phase].graph
+            op = Builder(graph)
+            for node in list(graph):
+                if node_key(node) in LOWERINGS:
+                    lower_node(op, node)
+
+
+def lower_node(op: Builder, node: ir.Node) -> None:
+    """Replace a node by its lowering, unless that does not cover its form; the values that others read keep their names."""
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    with op.scope(node.name or node.op_type, before=node, origin=node.name or "", rule=node.op_type, pass_="lower"):
+        try:
+            made = LOWERINGS[node_key(node)](op, *node.inputs, **attributes)
+        except Unsupported:
+            return
+    for old, new in zip(node.outputs, made, strict=False):
+        take_place(old, new)
+    op.graph.remove(node, safe=True)
 
 
 @dataclass(frozen=True)
