@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from ortc import __version__
-from ortc.compiler import OF, SLOT, Compilation, role, run_passes
+from ortc.compiler import OF, SLOT, Compilation, paused_gc, role, run_passes
 from ortc.errors import ModelError, OrtcError
 from ortc.graph.shapes import dims
 from ortc.plan import GraphFile, Plan, Port, Stage, dump_plan, fingerprint
@@ -60,8 +60,9 @@ def compile(model: str | Path, output: str | Path, recipe: Recipe | None = None,
     recipe = recipe or Recipe()
     target = Path(output)
     _check_output(target, force)
-    compilation = compile_graphs(load_model(model), recipe)
-    return write_folder(compilation, Path(model).name, target, force)
+    with paused_gc():
+        compilation = compile_graphs(load_model(model), recipe)
+        return write_folder(compilation, Path(model).name, target, force)
 
 
 def _check_output(target: Path, force: bool) -> None:

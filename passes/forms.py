@@ -11,6 +11,7 @@ from ortc.compiler import Compilation, Pass, of, role, set_role
 from ortc.errors import ModelError
 from ortc.graph.builder import Builder
 from ortc.graph.shapes import stamp_like
+from ortc.passes.inlining import take_place
 from ortc.passes.randomness import RANDOM, Randomness, constant_ratio
 
 
@@ -99,23 +100,12 @@ def _bypass_dropout(op: Builder, node: ir.Node) -> None:
     assert x is not None
     with op.scope(node.name or "Dropout", before=node, origin=node.name or "", rule="Dropout", pass_="inference-form"):
         if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
-            mask = op.Expand(op.const(np.array(True)), op.Shape(x))
-            _take_place(op, node.outputs[1], mask)
-        _take_place(op, y, x if not y.is_graph_output() else op.Identity(x))
+            take_place(node.outputs[1], op.Expand(op.const(np.array(True)), op.Shape(x)))
+        if y.is_graph_output():
+            take_place(y, op.Identity(x))
+        else:
+            ir.convenience.replace_all_uses_with(y, x)
     op.graph.remove(node, safe=True)
-
-
-def _take_place(op: Builder, old: ir.Value, new: ir.Value) -> None:
-    """``new`` is used wherever ``old`` was; a graph output keeps its name."""
-    if new.type is None:
-        new.type = old.type
-    if new.shape is None:
-        new.shape = old.shape
-    name, is_output = old.name, old.is_graph_output()
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-    if is_output:
-        new.metadata_props.update(old.metadata_props)
-        old.name, new.name = op.names.fresh(f"{name}.replaced"), name
 
 
 def _train_batch_norm(c: Compilation, op: Builder, node: ir.Node) -> None:

@@ -19,7 +19,8 @@ import onnx_ir as ir
 from ortc.compiler import set_role
 from ortc.errors import ModelError
 from ortc.graph.builder import Builder
-from ortc.graph.shapes import constant, stamp_like
+from ortc.graph.shapes import constant
+from ortc.passes.inlining import take_place
 
 _INT32, _UINT32 = int(ir.DataType.INT32), int(ir.DataType.UINT32)
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
@@ -52,9 +53,7 @@ class Randomness:
             key = self._mix(self.op.Add(base, _int32(self._nodes)))
             values = RANDOM[node.op_type](self, node, key)
         for old, new in zip(node.outputs, values, strict=False):
-            if old.type is not None and old.shape is not None:
-                stamp_like(new, old)
-            ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+            take_place(old, new)
         self.op.graph.remove(node, safe=True)
 
     def _counters(self, first: ir.Node) -> ir.Value:
