@@ -104,7 +104,7 @@ class NodeInference:
         return value.dtype, dims(value), known
 
     def _infer(self, node: ir.Node) -> list[tuple[ir.DataType | None, Dims | None]]:
-        if not onnx.defs.has(node.op_type, node.domain):
+        if not onnx.defs.has(node.op_type, node.domain) or any(v is not None and v.type is None for v in node.inputs):
             return [(None, None)] * len(node.outputs)
         schema = onnx.defs.get_schema(node.op_type, self._opset, node.domain)
         types, data = {}, {}
