@@ -32,7 +32,7 @@ def inspect_model(path: Path, recipe: Recipe) -> None:
         if not c.parameters and not c.constants:
             raise
         problem = error
-    console = Console()
+    console = _console()
     console.print(_fates(f"{path.name}: weights", c.parameters, c.constants))
     for loss in c.losses:
         console.print(f"loss: {loss.name} of output {loss.output!r}: {loss.chosen}", markup=False)
@@ -45,7 +45,7 @@ def inspect_model(path: Path, recipe: Recipe) -> None:
 def inspect_folder(folder: Path) -> None:
     """Print the parameters and graphs of an output folder."""
     plan = load_plan(folder)
-    console = Console()
+    console = _console()
     console.print(_fates(f"{folder}: weights of {plan.model}", plan.parameters, []))
     console.print(_graphs(plan))
     for loss in plan.losses:
@@ -54,8 +54,14 @@ def inspect_folder(folder: Path) -> None:
         console.print(f"warning: {warning}", markup=False)
 
 
+def _console() -> Console:
+    """As wide as the terminal; where the output goes to a file or a pipe, so wide that no name is broken."""
+    console = Console()
+    return console if console.is_terminal else Console(width=240)
+
+
 def _fates(title: str, parameters: list[ParameterInfo], constants: list[tuple[str, str]]) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=None)
     for column in ("name", "type", "shape", "fate", "why"):
         table.add_column(column, overflow="fold")
     for p in parameters:
@@ -67,7 +73,7 @@ def _fates(title: str, parameters: list[ParameterInfo], constants: list[tuple[st
 
 
 def _graphs(plan: Plan) -> Table:
-    table = Table(title="graphs", title_justify="left")
+    table = Table(title="graphs", title_justify="left", box=None)
     for column in ("file", "inputs", "outputs"):
         table.add_column(column, overflow="fold")
     for stage in plan.stages:
