@@ -10,7 +10,7 @@ from ortc.passes.forms import ForkEvaluation, InferenceTemplate, TrainingForm
 from ortc.passes.loss import AttachLoss
 from ortc.passes.optimizer import BuildOptimizer
 from ortc.passes.parameters import ChooseParameters, DecideTraining
-from ortc.passes.pipeline import CleanUp, Gradients, Lower, Prepare, Simplify, Upgrade
+from ortc.passes.pipeline import CleanUp, Decompose, Gradients, Lower, Prepare, Simplify, Upgrade
 
 
 def standard() -> list[Pass]:
@@ -21,6 +21,7 @@ def standard() -> list[Pass]:
         Upgrade(),
         ChooseParameters(),
         Simplify(),
+        Decompose(),
         AttachLoss(),
         DecideTraining(),
         ForkEvaluation(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -14,7 +15,7 @@ from ortc.passes.inlining import take_place
 from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
 from ortc.passes.sequences import resolve_sequences
 from ortc.passes.unmerge import unmerge
-from ortc.rules import LOWERINGS, Unsupported, node_key
+from ortc.rules import GRADIENTS, LOWERINGS, Unsupported, node_key
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,17 @@ class Simplify(Pass):
 
 
 @dataclass(frozen=True)
+class Decompose(Pass):
+    """Writes operators that have a lowering but no gradient rule in others, whose rules then give the gradient."""
+
+    name = "decompose"
+    after = ("simplify",)
+
+    def run(self, c: Compilation) -> None:
+        lower(c.graph, [n for n in c.graph if node_key(n) in LOWERINGS and node_key(n) not in GRADIENTS])
+
+
+@dataclass(frozen=True)
 class Gradients(Pass):
     """Appends the backward pass: the training graph's outputs are the loss, the gradients and the new buffers."""
 
@@ -88,14 +100,17 @@ class Lower(Pass):
     def run(self, c: Compilation) -> None:
         for phase in ("train", "eval", "criterion"):
             graph = c.graphs[phase].graph
-            op = Builder(graph)
-            for node in list(graph):
-                if node_key(node) in LOWERINGS:
-                    lower_node(op, node)
+            lower(graph, [n for n in graph if node_key(n) in LOWERINGS])
 
 
-def lower_node(op: Builder, node: ir.Node) -> None:
-    """Replace a node by its lowering, unless that does not cover its form; the values that others read keep their names."""
+def lower(graph: ir.Graph, nodes: Sequence[ir.Node]) -> None:
+    """Replace nodes by their lowerings, where these cover their forms; the values that others read keep their names."""
+    op = Builder(graph)
+    for node in nodes:
+        _lower_node(op, node)
+
+
+def _lower_node(op: Builder, node: ir.Node) -> None:
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
     with op.scope(node.name or node.op_type, before=node, origin=node.name or "", rule=node.op_type, pass_="lower"):
         try:
