@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import onnx_ir as ir
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
+from onnx.reference.ops.op_scan import Scan as StandardScan
 
 from ortc.autodiff import build_gradients
 from ortc.graph.builder import Builder
@@ -90,7 +91,85 @@ class ConvTranspose(OpRun):
         return (full if B is None else full + B.reshape(-1, *[1] * n),)
 
 
-REPLACED = [ConvTranspose, Erf, Gelu, Pad, GatherElements]
+class Scan(StandardScan):
+    """ONNX's reference walks forwards only; this follows the spec along the first axis."""
+
+    def __init__(self, onnx_node, run_params):  # type: ignore[no-untyped-def]
+        OpRun.__init__(self, onnx_node, run_params)
+
+    def _run(self, *args, context=None, body=None, num_scan_inputs=None, scan_input_directions=None, bindings=None, **_):  # type: ignore[no-untyped-def]
+        count = len(args) - num_scan_inputs
+        states, sequences = list(args[:count]), args[count:]
+        backwards = bool(scan_input_directions) and scan_input_directions[0] == 1
+        order = range(len(sequences[0]))[:: -1 if backwards else 1]
+        results = []
+        for t in order:
+            names = dict(zip(self.body.input_names, [*states, *(s[t] for s in sequences)], strict=True))
+            outputs = list(self._run_body({**(context or {}), **names}, bindings=bindings))
+            states = outputs[:count]
+            results.append(outputs[count:])
+        columns = zip(*(results[::-1] if backwards else results), strict=True)
+        return (*states, *(np.stack(c) for c in columns))
+
+
+class LSTM(OpRun):
+    """ONNX's reference knows no sequence lengths, activations, clipping or coupled gates; this follows the spec."""
+
+    n_activations = 3
+    defaults = ("Sigmoid", "Tanh", "Tanh")
+
+    def _run(self, X, W, R, B=None, sequence_lens=None, initial_h=None, initial_c=None, P=None, **attributes):  # type: ignore[no-untyped-def]
+        return self.run_all(X, W, R, B, sequence_lens, [initial_h, initial_c], P, **attributes)
+
+    def run_all(self, X, W, R, B, lens, initial, P=None, *, direction=None, layout=None, activations=None, clip=None, **rest):  # type: ignore[no-untyped-def]
+        if layout:
+            X, initial = X.swapaxes(0, 1), [None if s is None else s.swapaxes(0, 1) for s in initial]
+        (steps, batch, _), (count, _, hidden) = X.shape, R.shape
+        lens = np.full(batch, steps) if lens is None else lens
+        initial = [np.zeros((count, batch, hidden), X.dtype) if s is None else s for s in initial]
+        B = np.zeros((count, 2 * R.shape[1]), X.dtype) if B is None else B
+        names = list(activations or self.defaults * count)
+        scales = [list(rest.get(k) or []) for k in ("activation_alpha", "activation_beta")]
+        Y = np.zeros((steps, count, batch, hidden), X.dtype)
+        last = [s.copy() for s in initial]
+        for d in range(count):
+            functions = [_activation(n, *scales, clip) for n in names[d * self.n_activations : (d + 1) * self.n_activations]]
+            for n in range(batch):
+                order = list(range(lens[n]))[:: -1 if d or direction == "reverse" else 1]
+                state = [s[d, n] for s in initial]
+                for t in order:
+                    p = None if P is None else P[d]
+                    state = self.step(X[t, n], state, W[d], R[d], *np.split(B[d], 2), p, functions, **rest)
+                    Y[t, d, n] = state[0]
+                for s, value in zip(last, state, strict=True):
+                    s[d, n] = value
+        if layout:
+            return Y.transpose(2, 0, 1, 3), *(s.swapaxes(0, 1) for s in last)
+        return Y, *last
+
+    def step(self, x, state, W, R, Wb, Rb, P, functions, input_forget=0, **_):  # type: ignore[no-untyped-def]
+        h, c = state
+        f, g, last = functions
+        i_, o_, f_, c_ = np.split(W @ x + R @ h + Wb + Rb, 4)
+        pi, po, pf = (0, 0, 0) if P is None else np.split(P, 3)
+        i = f(i_ + pi * c)
+        keep = 1 - i if input_forget else f(f_ + pf * c)
+        new = keep * c + i * g(c_)
+        return [f(o_ + po * new) * last(new), new]
+
+
+def _activation(name: str, alphas: list[float], betas: list[float], clip: float | None) -> Callable[[np.ndarray], np.ndarray]:
+    """An activation of the recurrent operators, by the table in their spec; it takes its scales from the lists."""
+    functions: dict[str, tuple[Any, list[float]]] = {
+        "Sigmoid": (lambda x: 1 / (1 + np.exp(-x)), []),
+        "Tanh": (np.tanh, []),
+        "Relu": (lambda x: np.maximum(x, 0), []),
+    }
+    function, _ = functions[name]
+    return function if not clip else lambda x: function(np.clip(x, -clip, clip))
+
+
+REPLACED = [LSTM, Scan, ConvTranspose, Erf, Gelu, Pad, GatherElements]
 
 
 def check_sample(key: OpKey, sample: Mapping[str, Any]) -> None:
@@ -168,7 +247,7 @@ def node_model(node: onnx.NodeProto, arrays: Mapping[str, np.ndarray], dtype: An
             )
             inputs.append(helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(fed), shape))
         else:
-            stored = array.astype(dtype) if array.dtype.kind == "f" else array
+            stored = array.astype(dtype) if array.dtype == np.float64 else array
             constants.append(onnx.numpy_helper.from_array(stored, name))
     outputs = [onnx.ValueInfoProto(name=o) for o in node.output if o and not o.startswith("unused")]
     graph = helper.make_graph([node], "g", inputs, outputs, constants)

@@ -11,7 +11,7 @@ Every node gets a readable unique name, its origin as metadata, and every output
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -67,7 +67,7 @@ class Builder:
         op_type: str,
         *inputs: Operand,
         _domain: str = "",
-        _outputs: int = 1,
+        _outputs: int | Sequence[ir.Value] = 1,
         _like: ir.Value | None = None,
         **attributes: Any,
     ) -> Any:
@@ -77,13 +77,16 @@ class Builder:
             op_type: the operator.
             inputs: operands, see the module's text.
             _domain: the operator's domain; "" is the ONNX standard.
-            _outputs: how many outputs to make; a single one is returned bare, several as a tuple.
+            _outputs: how many outputs to make; a single one is returned bare, several as a tuple. Or the outputs themselves,
+                without names, with types and shapes that need no inference.
             _like: the first output has this value's type and shape (where inference cannot know).
             attributes: the operator's attributes; None leaves one out.
         """
         values = self._operands(op_type, _domain, inputs)
         name = self.names.fresh(f"{self._prefix}/{op_type}" if self._prefix else op_type)
-        outputs = [ir.Value(name=name if i == 0 else self.names.fresh(f"{name}.{i}")) for i in range(_outputs)]
+        outputs = [ir.Value() for _ in range(_outputs)] if isinstance(_outputs, int) else list(_outputs)
+        for i, output in enumerate(outputs):
+            output.name = name if i == 0 else self.names.fresh(f"{name}.{i}")
         node = ir.Node(
             _domain,
             op_type,
@@ -101,8 +104,9 @@ class Builder:
             self.graph.opset_imports.setdefault(_domain, 1)
         if _like is not None:
             stamp_like(outputs[0], _like)
-        self._inference.stamp(node)
-        return outputs[0] if _outputs == 1 else tuple(outputs)
+        if isinstance(_outputs, int):
+            self._inference.stamp(node)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _operands(self, op_type: str, domain: str, inputs: Sequence[Operand]) -> list[ir.Value | None]:
         kinds = _type_variables(op_type, domain, self.opset)
@@ -299,6 +303,53 @@ class Builder:
         out.shape = x.shape
         return out
 
+    def scan(
+        self,
+        body: Callable[..., tuple[Sequence[ir.Value], Sequence[ir.Value]]],
+        states: Sequence[ir.Value],
+        sequences: Sequence[ir.Value],
+        reverse: bool = False,
+    ) -> tuple[list[ir.Value], list[ir.Value]]:
+        """Walk along the first axis of ``sequences`` with a Scan.
+
+        Args:
+            body: called once as ``body(op, *states, *steps)`` with a builder on the nested graph and one step of every
+                sequence; it returns the new states and the step's results. It may read values of this graph.
+            states: their values before the first step; they keep their shapes.
+            sequences: all of the same length.
+            reverse: walk from the last step to the first; the results still lie in the sequences' order.
+
+        Returns:
+            The states after the last step, and the results of all steps.
+        """
+        inner = [ir.Value(name=self.names.fresh(f"{v.name}.state"), type=v.type, shape=v.shape) for v in states]
+        for v in sequences:
+            step = ir.Shape(self.dims(v)[1:])
+            inner.append(ir.Value(name=self.names.fresh(f"{v.name}.step"), type=v.type, shape=step))
+        name = self.names.fresh(f"{self._prefix}/body")
+        nested = Builder(ir.Graph(inner, [], nodes=[], name=name, opset_imports={"": self.opset}))
+        nested.names, nested._inference = self.names, self._inference
+        with nested.scope(self._prefix):
+            nested._metadata = self._metadata
+            new_states, results = body(nested, *inner)
+            for value in (*new_states, *results):
+                own = value.producer() is not None and value.graph is nested.graph and value not in nested.graph.outputs
+                nested.graph.outputs.append(value if own else nested.copy(value, like=value))
+        outputs = [ir.Value(type=v.type, shape=v.shape) for v in states]
+        for v in results:
+            outputs.append(ir.Value(type=v.type, shape=ir.Shape([self.dims(sequences[0])[0], *self.dims(v)])))
+        self.node(
+            "Scan",
+            *states,
+            *sequences,
+            _outputs=outputs,
+            body=nested.graph,
+            num_scan_inputs=len(sequences),
+            scan_input_directions=[1] * len(sequences) if reverse else None,
+            scan_output_directions=[1] * len(results) if reverse and results else None,
+        )
+        return outputs[: len(states)], outputs[len(states) :]
+
     @staticmethod
     def is_float(x: ir.Value | None) -> bool:
         """Whether a gradient can flow into ``x``."""
@@ -322,6 +373,8 @@ def _attribute(name: str, value: Any) -> ir.Attr:
         return value
     if isinstance(value, ir.TensorProtocol):
         return ir.AttrTensor(name, value)
+    if isinstance(value, ir.Graph):
+        return ir.AttrGraph(name, value)
     if isinstance(value, float):
         return ir.AttrFloat32(name, value)
     if isinstance(value, str):
