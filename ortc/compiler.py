@@ -32,6 +32,7 @@ class Compilation:
     target: Target
     graphs: dict[str, ir.Model] = field(default_factory=dict)
     weights: dict[str, ir.TensorProtocol] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)  # a weight's copy in the file -> the weight
     parameters: list[ParameterInfo] = field(default_factory=list)
     constants: list[tuple[str, str]] = field(default_factory=list)  # initialisers that cannot train: (name, why)
     losses: list[LossInfo] = field(default_factory=list)

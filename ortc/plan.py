@@ -73,6 +73,7 @@ class ParameterInfo(_Table):
     trainable: bool
     reason: str = Field(description="why it trains, or why not")
     group: int | None = Field(None, description="index into recipe.groups, if one matched")
+    copies: list[str] = Field(default_factory=list, description="names in the model of transposed copies, which follow it")
 
 
 class Stage(_Table):

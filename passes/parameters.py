@@ -15,13 +15,13 @@ from ortc.autodiff import reached
 from ortc.compiler import Compilation, Pass, matches, set_role
 from ortc.errors import ModelError, RecipeError
 from ortc.graph.shapes import FLOAT_TYPES, is_float
+from ortc.passes.sharing import TORCH_FOLDED_FROM
 from ortc.plan import ParameterInfo
 
 # Inputs that an operator updates while it trains, without a gradient: their initialisers are buffers.
 BUFFER_INPUTS = {"BatchNormalization": (3, 4)}
 
 # What PyTorch's dynamo exporter writes about each tensor of the exported program.
-TORCH_FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
 TORCH_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 
 
@@ -56,6 +56,7 @@ class ChooseParameters(Pass):
                     shape=[int(d) for d in tensor.shape],  # type: ignore[arg-type]
                     trainable=role == "parameter" and not buffer_of_module,
                     reason="a running statistic, updated in training" if is_buffer else reason,
+                    copies=[copy for copy, original in c.tied.items() if original == value.name],
                 )
             )
 

@@ -14,7 +14,7 @@ from ortc.graph.builder import Builder
 from ortc.passes.inlining import take_place
 from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
 from ortc.passes.sequences import resolve_sequences
-from ortc.passes.unmerge import unmerge
+from ortc.passes.sharing import tie_copies, unmerge
 from ortc.rules import GRADIENTS, LOWERINGS, Unsupported, node_key
 
 
@@ -32,6 +32,7 @@ class Prepare(Pass):
                 f"{len(separated)} weights, which the exporter had merged because their values were equal, train apart "
                 f"({', '.join(separated[:3])}{', …' if len(separated) > 3 else ''})"
             )
+        c.tied = tie_copies(c.model)
         for value in c.graph.outputs:
             set_role(value, "output", of=value.name)
 

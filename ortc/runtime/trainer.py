@@ -171,13 +171,16 @@ class Trainer:
         """Loss and gradients of one batch in training form, as the next step would compute them; no state changes.
 
         Returns:
-            The loss, and copies of the gradients by the names of the parameters (and of the recipe's ``wrt`` inputs).
+            The loss, and the gradients by the names of the parameters (and of the recipe's ``wrt`` inputs). A weight that the
+            model's file holds a second time, transposed, has its whole gradient under both names.
 
         Raises:
             DataError: the batch does not fit.
         """
         loss, of_inputs = self._stage.train(self.inputs.fit(batch), seed=self.seed, step=self.step_number + 1)
-        return loss, {**{name: g.copy() for name, g in self._stage.gradients.items()}, **of_inputs}
+        gradients = {name: g.copy() for name, g in self._stage.gradients.items()}
+        copies = {copy: gradients[p.name].T for p in self.plan.trainable() for copy in p.copies}
+        return loss, {**gradients, **copies, **of_inputs}
 
     def save(self, position: tuple[int, int] = (0, 0), settings: dict[str, Any] | None = None) -> Path:
         """Write a checkpoint; when this returns, it survives a crash.

@@ -1,22 +1,28 @@
-"""Separates weights that an exporter merged only because they were equal when it ran.
+"""Weights that an exporter merged although they are two, and weights that it wrote twice although they are one.
 
 PyTorch's exporters store equal initialisers once. Of an untrained model, whose norms are all ones and biases all zeros, that
 ties dozens of weights which the user's code keeps apart. They are told from weights that really are shared (a tied embedding)
 by two signs together: every element has the same value, which trained or random weights do not have; and the file still says
 that the users were different modules: the TorchScript exporter leaves ``Identity(a.weight) -> b.weight``, the dynamo exporter
 writes each node's module path into its metadata.
+
+The other way round, folding constants writes a tied weight (an embedding that is also the output's projection) a second time,
+transposed, under a name of the exporter's own. Trained apart the two would drift from each other.
 """
 
 from __future__ import annotations
 
 import ast
 
+import numpy as np
 import onnx_ir as ir
 
 from ortc.graph.names import Names, taken_names
 from ortc.graph.shapes import FLOAT_TYPES
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
+TORCH_FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
+_COMPARED = 512  # elements of two matrices that are compared; more would read the weights
 _LARGEST = 1 << 16  # elements; norms and biases are small, and no large weight shall be read for this
 
 
@@ -92,3 +98,52 @@ def _module(node: ir.Node) -> str | None:
     except (ValueError, SyntaxError):
         return None
     return str(scopes[-2]) if isinstance(scopes, list) and len(scopes) > 1 else None
+
+
+def tie_copies(model: ir.Model) -> dict[str, str]:
+    """Replace an exporter's transposed copy of a weight by a Transpose of that weight, in place, in a prepared model.
+
+    Returns:
+        The copy's name -> the name of the weight that it follows from now on.
+    """
+    graph = model.graph
+    matrices: dict[tuple[int, ...], list[ir.Value]] = {}
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        if tensor is not None and tensor.dtype in FLOAT_TYPES and len(tensor.shape) == 2 and tensor.size > 1 and value.uses():
+            matrices.setdefault(tuple(tensor.shape.numpy()), []).append(value)
+    tied: dict[str, str] = {}
+    for (rows, columns), copies in matrices.items():
+        for copy in [v for v in copies if _made_by_exporter(v)]:
+            originals = (v for v in matrices.get((columns, rows), []) if not _made_by_exporter(v) and _is_transposed(copy, v))
+            original = next(originals, None)
+            if original is not None and not copy.is_graph_output():
+                _follow(graph, copy, original)
+                tied[copy.name or ""] = original.name or ""
+    return tied
+
+
+def _made_by_exporter(value: ir.Value) -> bool:
+    return (value.name or "").startswith("onnx::") or TORCH_FOLDED_FROM in value.metadata_props
+
+
+def _is_transposed(copy: ir.Value, original: ir.Value) -> bool:
+    """Whether elements all over the two matrices are equal, and not all the same."""
+    assert copy.const_value is not None
+    assert original.const_value is not None
+    a, b = copy.const_value.numpy(), original.const_value.numpy()
+    # Two primes spread the places over rows and columns.
+    rows, columns = (np.arange(_COMPARED) * 7919) % a.shape[0], (np.arange(_COMPARED) * 104729) % a.shape[1]
+    seen = a[rows, columns]
+    return bool((seen == b[columns, rows]).all() and (seen != seen[0]).any())
+
+
+def _follow(graph: ir.Graph, copy: ir.Value, original: ir.Value) -> None:
+    name = copy.name or ""
+    graph.initializers.pop(name)
+    copy.name = None
+    node = ir.Node("", "Transpose", [original], [ir.AttrInt64s("perm", [1, 0])], num_outputs=1, name=f"{name}.tied")
+    node.metadata_props.update({"ortc.pass": "prepare", "ortc.origin": original.name or ""})
+    graph.insert_before(graph[0], node)
+    node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = name, copy.type, copy.shape
+    ir.convenience.replace_all_uses_with(copy, node.outputs[0])
