@@ -118,8 +118,8 @@ def tie_copies(model: ir.Model) -> dict[str, str]:
             originals = (v for v in matrices.get((columns, rows), []) if not _made_by_exporter(v) and _is_transposed(copy, v))
             original = next(originals, None)
             if original is not None and not copy.is_graph_output():
-                _follow(graph, copy, original)
                 tied[copy.name or ""] = original.name or ""
+                _follow(graph, copy, original)
     return tied
 
 

@@ -338,8 +338,7 @@ class Builder:
         outputs = [ir.Value(type=v.type, shape=v.shape) for v in states]
         for v in results:
             outputs.append(ir.Value(type=v.type, shape=ir.Shape([self.dims(sequences[0])[0], *self.dims(v)])))
-        self.node(
-            "Scan",
+        self.Scan(
             *states,
             *sequences,
             _outputs=outputs,
