@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx
@@ -23,7 +23,10 @@ from onnx.reference.ops.op_scan import Scan as StandardScan
 from ortc.autodiff import build_gradients
 from ortc.graph.builder import Builder
 from ortc.passes.inference import infer_shapes
-from ortc.rules import GRADIENTS, GradientRule, OpKey
+from ortc.passes.pipeline import lower
+from ortc.rules import GRADIENTS, LOWERINGS, GradientRule, OpKey, load_declarations, node_key
+
+load_declarations("ortc.passes.lowerings")
 
 OPSET = 21
 STEP = 1e-6
@@ -112,64 +115,95 @@ class Scan(StandardScan):
         return (*states, *(np.stack(c) for c in columns))
 
 
-class LSTM(OpRun):
-    """ONNX's reference knows no sequence lengths, activations, clipping or coupled gates; this follows the spec."""
+class Recurrent(OpRun):
+    """ONNX's reference of the recurrent layers lacks sequence lengths, activations, clipping; this follows the spec.
 
-    n_activations = 3
-    defaults = ("Sigmoid", "Tanh", "Tanh")
+    What the spec leaves open is as in ONNX Runtime: see passes/gradients/recurrent.py.
+    """
+
+    defaults: ClassVar[tuple[str, ...]]
 
     def _run(self, X, W, R, B=None, sequence_lens=None, initial_h=None, initial_c=None, P=None, **attributes):  # type: ignore[no-untyped-def]
-        return self.run_all(X, W, R, B, sequence_lens, [initial_h, initial_c], P, **attributes)
-
-    def run_all(self, X, W, R, B, lens, initial, P=None, *, direction=None, layout=None, activations=None, clip=None, **rest):  # type: ignore[no-untyped-def]
-        if layout:
+        initial = [initial_h, initial_c][: 1 + (len(self.defaults) == 3)]
+        if attributes.get("layout"):
             X, initial = X.swapaxes(0, 1), [None if s is None else s.swapaxes(0, 1) for s in initial]
-        (steps, batch, _), (count, _, hidden) = X.shape, R.shape
-        lens = np.full(batch, steps) if lens is None else lens
-        initial = [np.zeros((count, batch, hidden), X.dtype) if s is None else s for s in initial]
-        B = np.zeros((count, 2 * R.shape[1]), X.dtype) if B is None else B
-        names = list(activations or self.defaults * count)
-        scales = [list(rest.get(k) or []) for k in ("activation_alpha", "activation_beta")]
-        Y = np.zeros((steps, count, batch, hidden), X.dtype)
-        last = [s.copy() for s in initial]
-        for d in range(count):
-            functions = [_activation(n, *scales, clip) for n in names[d * self.n_activations : (d + 1) * self.n_activations]]
-            for n in range(batch):
-                order = list(range(lens[n]))[:: -1 if d or direction == "reverse" else 1]
-                state = [s[d, n] for s in initial]
-                for t in order:
-                    p = None if P is None else P[d]
-                    state = self.step(X[t, n], state, W[d], R[d], *np.split(B[d], 2), p, functions, **rest)
-                    Y[t, d, n] = state[0]
-                for s, value in zip(last, state, strict=True):
-                    s[d, n] = value
-        if layout:
+        (steps, batch, _), (directions, _, hidden) = X.shape, R.shape
+        lens = np.full(batch, steps) if sequence_lens is None else sequence_lens
+        initial = [np.zeros((directions, batch, hidden), X.dtype) if s is None else s for s in initial]
+        B = np.zeros((directions, 2 * R.shape[1]), X.dtype) if B is None else B
+        P = np.zeros((directions, 3 * hidden), X.dtype) if P is None else P
+        functions = _activations(attributes.get("activations") or self.defaults * directions, attributes)
+        clip = attributes.get("clip") or np.inf
+        Y, last = np.zeros((steps, directions, batch, hidden), X.dtype), [np.zeros_like(s) for s in initial]
+        for d, n in np.ndindex(directions, batch):
+            state = [s[d, n] for s in initial]
+            used = functions[d * len(self.defaults) :][: len(self.defaults)]
+            gates = [lambda x, f=f: f(np.clip(x, -clip, clip)) for f in used[:2]] + used[2:]
+            for t in list(range(lens[n]))[:: -1 if d or attributes.get("direction") == "reverse" else 1]:
+                state = self.step(W[d] @ X[t, n], state, R[d], *np.split(B[d], 2), np.split(P[d], 3), gates, attributes)
+                Y[t, d, n] = state[0]
+            for s, value in zip(last, state, strict=True):
+                s[d, n] = value if lens[n] else 0
+        if attributes.get("layout"):
             return Y.transpose(2, 0, 1, 3), *(s.swapaxes(0, 1) for s in last)
         return Y, *last
 
-    def step(self, x, state, W, R, Wb, Rb, P, functions, input_forget=0, **_):  # type: ignore[no-untyped-def]
-        h, c = state
-        f, g, last = functions
-        i_, o_, f_, c_ = np.split(W @ x + R @ h + Wb + Rb, 4)
-        pi, po, pf = (0, 0, 0) if P is None else np.split(P, 3)
-        i = f(i_ + pi * c)
-        keep = 1 - i if input_forget else f(f_ + pf * c)
-        new = keep * c + i * g(c_)
-        return [f(o_ + po * new) * last(new), new]
+
+class LSTM(Recurrent):
+    defaults = ("Sigmoid", "Tanh", "Tanh")
+
+    def step(self, x, state, R, Wb, Rb, P, functions, attributes):  # type: ignore[no-untyped-def]
+        (h_, c_), (f, g, h) = state, functions
+        i, o, keep, new = np.split(x + R @ h_ + Wb + Rb, 4)
+        i = f(i + P[0] * c_)
+        keep = 1 - i if attributes.get("input_forget") else f(keep + P[2] * c_)
+        c = keep * c_ + i * g(new)
+        return [f(o + P[1] * c) * h(c), c]
 
 
-def _activation(name: str, alphas: list[float], betas: list[float], clip: float | None) -> Callable[[np.ndarray], np.ndarray]:
-    """An activation of the recurrent operators, by the table in their spec; it takes its scales from the lists."""
-    functions: dict[str, tuple[Any, list[float]]] = {
-        "Sigmoid": (lambda x: 1 / (1 + np.exp(-x)), []),
-        "Tanh": (np.tanh, []),
-        "Relu": (lambda x: np.maximum(x, 0), []),
+class GRU(Recurrent):
+    defaults = ("Sigmoid", "Tanh")
+
+    def step(self, x, state, R, Wb, Rb, P, functions, attributes):  # type: ignore[no-untyped-def]
+        (h,), (f, g) = state, functions
+        (xz, xr, xn), (Rz, Rr, Rn), (bz, br, bn) = (np.split(v, 3) for v in (x + Wb, R, Rb))
+        z, r = f(xz + Rz @ h + bz), f(xr + Rr @ h + br)
+        n = g(xn + (r * (Rn @ h + bn) if attributes.get("linear_before_reset") else Rn @ (r * h) + bn))
+        return [(1 - z) * n + z * h]
+
+
+class RNN(Recurrent):
+    defaults = ("Tanh",)
+
+    def step(self, x, state, R, Wb, Rb, P, functions, attributes):  # type: ignore[no-untyped-def]
+        return [functions[0](x + R @ state[0] + Wb + Rb)]
+
+
+def _activations(names: Sequence[str], attributes: Mapping[str, Any]) -> list[Callable[[np.ndarray], np.ndarray]]:
+    """The activations of the recurrent layers, by the table in their spec; each takes its scales off the lists."""
+    table: dict[str, tuple[Callable[..., np.ndarray], int]] = {
+        "Sigmoid": (lambda x: 1 / (1 + np.exp(-x)), 0),
+        "Tanh": (np.tanh, 0),
+        "Relu": (lambda x: np.maximum(x, 0), 0),
+        "Softsign": (lambda x: x / (1 + np.abs(x)), 0),
+        "Softplus": (lambda x: np.log(1 + np.exp(x)), 0),
+        "Affine": (lambda x, a, b: a * x + b, 2),
+        "LeakyRelu": (lambda x, a: np.where(x >= 0, x, a * x), 1),
+        "ThresholdedRelu": (lambda x, a: np.where(x >= a, x, 0), 1),
+        "ScaledTanh": (lambda x, a, b: a * np.tanh(b * x), 2),
+        "HardSigmoid": (lambda x, a, b: np.clip(a * x + b, 0, 1), 2),
+        "Elu": (lambda x, a: np.where(x >= 0, x, a * (np.exp(x) - 1)), 1),
     }
-    function, _ = functions[name]
-    return function if not clip else lambda x: function(np.clip(x, -clip, clip))
+    left = [list(attributes.get(f"activation_{k}") or []) for k in ("alpha", "beta")]
+    found = []
+    for name in names:
+        function, count = table[name]
+        scales = [given.pop(0) for given in left[:count]]
+        found.append(lambda x, function=function, scales=scales: function(x, *scales))
+    return found
 
 
-REPLACED = [LSTM, Scan, ConvTranspose, Erf, Gelu, Pad, GatherElements]
+REPLACED = [LSTM, GRU, RNN, Scan, ConvTranspose, Erf, Gelu, Pad, GatherElements]
 
 
 def check_sample(key: OpKey, sample: Mapping[str, Any]) -> None:
@@ -279,6 +313,8 @@ def gradient_model(
         loss = terms[0] if len(terms) == 1 else op.Sum(*terms)
     by_name = {v.name: v for v in graph.inputs}
     gradients = build_gradients(graph, op, loss, [by_name[n] for n in wanted])
+    if dtype == np.float32:
+        lower(graph, [n for n in graph if node_key(n) in LOWERINGS])
     graph.outputs.clear()
     with op.scope("zero"):
         graph.outputs.extend(gradients[by_name[n]] if by_name[n] in gradients else op.zeros_like(by_name[n]) for n in wanted)

@@ -29,35 +29,35 @@ from ortc.rules import Unsupported, gradient
 
 # ---- activations -----------------------------------------------------------------------------------------------------
 
-# Name -> (defaults of alpha and beta, as far as it has them; the value at x; the gradient at x, with value y, of g).
+# Name -> (how many of alpha and beta it has; its value at x; the gradient at x, where its value is y, for g).
 _ACTIVATIONS = {
-    "Sigmoid": ((), lambda op, x: op.Sigmoid(x), lambda op, x, y, g: sigmoid(op, y, g)),
-    "Tanh": ((), lambda op, x: op.Tanh(x), lambda op, x, y, g: tanh(op, y, g)),
-    "Relu": ((), lambda op, x: op.Relu(x), lambda op, x, y, g: relu(op, y, g)),
-    "Softsign": ((), lambda op, x: op.Softsign(x), lambda op, x, y, g: softsign(op, x, g)),
-    "Softplus": ((), lambda op, x: op.Softplus(x), lambda op, x, y, g: softplus(op, x, g)),
-    "Affine": ((1.0, 0.0), lambda op, x, a, b: a * x + b, lambda op, x, y, g, a, b: a * op.expand_like(g, x)),
+    "Sigmoid": (0, lambda op, x: op.Sigmoid(x), lambda op, x, y, g: sigmoid(op, y, g)),
+    "Tanh": (0, lambda op, x: op.Tanh(x), lambda op, x, y, g: tanh(op, y, g)),
+    "Relu": (0, lambda op, x: op.Relu(x), lambda op, x, y, g: relu(op, y, g)),
+    "Softsign": (0, lambda op, x: op.Softsign(x), lambda op, x, y, g: softsign(op, x, g)),
+    "Softplus": (0, lambda op, x: op.Softplus(x), lambda op, x, y, g: softplus(op, x, g)),
+    "Affine": (2, lambda op, x, a, b: a * x + b, lambda op, x, y, g, a, b: a * op.expand_like(g, x)),
     "LeakyRelu": (
-        (0.01,),
+        1,
         lambda op, x, a: op.LeakyRelu(x, alpha=a),
         lambda op, x, y, g, a: leaky_relu(op, x, g, alpha=a),
     ),
     "ThresholdedRelu": (
-        (1.0,),
+        1,
         lambda op, x, a: op.ThresholdedRelu(x, alpha=a),
         lambda op, x, y, g, a: thresholded_relu(op, x, g, alpha=a),
     ),
     "ScaledTanh": (
-        (1.0, 1.0),
+        2,
         lambda op, x, a, b: a * op.Tanh(b * x),
         lambda op, x, y, g, a, b: tanh(op, op.Tanh(b * x), a * b * g),
     ),
     "HardSigmoid": (
-        (0.2, 0.5),
+        2,
         lambda op, x, a, b: op.HardSigmoid(x, alpha=a, beta=b),
         lambda op, x, y, g, a, b: hard_sigmoid(op, x, g, alpha=a, beta=b),
     ),
-    "Elu": ((1.0,), lambda op, x, a: op.Elu(x, alpha=a), lambda op, x, y, g, a: elu(op, x, g, alpha=a)),
+    "Elu": (1, lambda op, x, a: op.Elu(x, alpha=a), lambda op, x, y, g, a: elu(op, x, g, alpha=a)),
 }
 
 
@@ -68,8 +68,12 @@ def _activations(names, alphas, betas, clip):
     for name in names:
         if name not in _ACTIVATIONS:
             raise Unsupported(f"activation {name!r}; these are covered: {', '.join(_ACTIVATIONS)}")
-        defaults, value, back = _ACTIVATIONS[name]
-        scales = [float(given.pop(0)) if given else d for d, given in zip(defaults, left, strict=False)]
+        count, value, back = _ACTIVATIONS[name]
+        if not all(left[:count]):
+            raise Unsupported(
+                f"activation {name} without its activation_alpha and activation_beta; runtimes differ in defaults"
+            )
+        scales = [float(given.pop(0)) for given in left[:count]]
         found.append(_clipped(value, back, scales, float(clip)))
     return found
 
@@ -209,7 +213,6 @@ def _walk_back(op, body, starts, factors, dy, lens, reverse):
 
     After the end of a sequence dh passes unchanged.
     """
-    count = len(starts) - 1
     walked = [*factors, *([] if dy is None else [dy]), *([] if lens is None else [_valid(op, factors[0], lens)])]
 
     def step(op, dh, *rest):
@@ -220,7 +223,6 @@ def _walk_back(op, body, starts, factors, dy, lens, reverse):
         new = new if valid is None else op.Where(valid, new, dh, _like=new)
         return [new, *states], results
 
-    assert count in (0, 1)
     return op.scan(step, starts, walked, not reverse)
 
 
@@ -270,7 +272,11 @@ _LSTM = _samples(
         {"P": (1, 12)},
         {"input_forget": 1},
         {"P": (1, 12), "input_forget": 1, "clip": 0.7},
-        {"activations": ["HardSigmoid", "ScaledTanh", "Affine"], "activation_alpha": [0.3, 1.2], "activation_beta": [0.4, 0.8]},
+        {
+            "activations": ["HardSigmoid", "ScaledTanh", "Affine"],
+            "activation_alpha": [0.3, 1.2, 0.9],
+            "activation_beta": [0.4, 0.8, 0.1],
+        },
     ),
 )
 
@@ -311,7 +317,9 @@ def lstm(
     free = _activations(names, activation_alpha, activation_beta, 0)
 
     def one(d, reverse, x, weights, starts, lens, y, dy, ends):
-        (w, r, b, p), (f, f_back), (g, g_back), (h, h_back) = weights, *functions[3 * d : 3 * d + 2], free[3 * d + 2]
+        w, r, b, p = weights
+        (f, f_back), (g, g_back), _ = functions[3 * d : 3 * d + 3]
+        h, h_back = free[3 * d + 2]
         h_before = _before(op, y, starts[0], reverse, lens)
         pre = _pre_activations(op, x, w, _summed(op, b), h_before, r, None)
         ai, ao, af, ag = _split(op, pre, 4, 2)
@@ -421,7 +429,8 @@ def gru(
     functions = _activations(names, activation_alpha, activation_beta, clip)
 
     def one(d, reverse, x, weights, starts, lens, y, dy, ends):
-        (w, r, b), (f, f_back), (g, g_back) = weights, *functions[2 * d : 2 * d + 2]
+        w, r, b = weights
+        (f, f_back), (g, g_back) = functions[2 * d : 2 * d + 2]
         h_before = _before(op, y, starts[0], reverse, lens)
         wb, rb = _split(op, b, 2, 0)
         xz, xr, xn = _split(op, _pre_activations(op, x, w, wb), 3, 2)
