@@ -226,9 +226,6 @@ def _walk_back(op, body, starts, factors, dy, lens, reverse):
     return op.scan(step, starts, walked, not reverse)
 
 
-# ---- LSTM ------------------------------------------------------------------------------------------------------------
-
-
 def _samples(gates, states, count, extra):
     """Samples of a layer: 5 steps (also 1) of 2 sequences of 3 numbers, 4 hidden units."""
 
@@ -262,6 +259,8 @@ def _double(sample):
     """The same for two directions."""
     return {k: (2, *v[1:]) if isinstance(v, tuple) else v * 2 if isinstance(v, list) else v for k, v in sample.items()}
 
+
+# ---- LSTM ------------------------------------------------------------------------------------------------------------
 
 _LSTM = _samples(
     4,
