@@ -20,7 +20,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from onnx.reference.ops.op_scan import Scan as StandardScan
 
-from ortc.autodiff import build_gradients
+from ortc.autodiff import loss_gradients
 from ortc.graph.builder import Builder
 from ortc.passes.inference import infer_shapes
 from ortc.passes.pipeline import lower
@@ -70,15 +70,21 @@ class GatherElements(OpRun):
 
 
 class ConvTranspose(OpRun):
-    """ONNX's reference cannot reshape the weights of groups; this follows the spec, for explicit pads."""
+    """ONNX's reference cannot reshape the weights of groups; this follows the spec."""
 
     def _run(self, X, W, B=None, *, auto_pad, dilations, group, kernel_shape, output_padding, output_shape, pads, strides):  # type: ignore[no-untyped-def]
-        assert auto_pad in (None, "NOTSET")
-        assert output_shape is None
         n = X.ndim - 2
         strides, dilations = strides or [1] * n, dilations or [1] * n
         pads, extra = pads or [0] * 2 * n, output_padding or [0] * n
+        if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
+            output_shape = output_shape or [s * i for s, i in zip(strides, X.shape[2:], strict=False)]
         span = [s * (i - 1) + (k - 1) * d + 1 for s, i, k, d in zip(strides, X.shape[2:], W.shape[2:], dilations, strict=False)]
+        if output_shape:
+            extra = [max(b, size - a) for a, b, size in zip(span, extra, output_shape, strict=False)]
+            total = [a + b - size for a, b, size in zip(span, extra, output_shape, strict=False)]
+            halves = [t // 2 for t in total], [t - t // 2 for t in total]
+            begin, end = halves if auto_pad == "SAME_UPPER" else halves[::-1]
+            pads = [*begin, *end]
         full = np.zeros((X.shape[0], W.shape[1] * group, *(a + b for a, b in zip(span, extra, strict=False))), X.dtype)
         c, m = X.shape[1] // group, W.shape[1]
         for g in range(group):
@@ -312,7 +318,7 @@ def gradient_model(
         ]
         loss = terms[0] if len(terms) == 1 else op.Sum(*terms)
     by_name = {v.name: v for v in graph.inputs}
-    gradients = build_gradients(graph, op, loss, [by_name[n] for n in wanted])
+    gradients = loss_gradients(op, loss, [by_name[n] for n in wanted])
     if dtype == np.float32:
         lower(graph, [n for n in graph if node_key(n) in LOWERINGS])
     graph.outputs.clear()
