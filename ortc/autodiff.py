@@ -7,7 +7,7 @@ path from a wanted value to the loss are visited, so a frozen weight costs no ba
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -16,7 +16,7 @@ from ortc.errors import ModelError
 from ortc.graph.builder import Builder, UnknownRank
 from ortc.graph.names import all_graphs
 from ortc.graph.shapes import is_float
-from ortc.rules import GRADIENTS, NO_GRADIENT, Unsupported, node_key
+from ortc.rules import CONTROL, GRADIENTS, NO_GRADIENT, Unsupported, node_key
 
 
 def captured(node: ir.Node) -> list[ir.Value]:
@@ -51,10 +51,10 @@ def differentiable_inputs(node: ir.Node) -> list[ir.Value]:
     return [v for i, v in enumerate(node.inputs) if v is not None and is_float(v) and rule.differentiable(i)]
 
 
-def reached(graph: ir.Graph, ends: Iterable[ir.Value]) -> dict[ir.Value, ir.Node | None]:
+def reached(forward: Iterable[ir.Node], ends: Iterable[ir.Value]) -> dict[ir.Value, ir.Node | None]:
     """Every value that a gradient starting at ``ends`` reaches, with the node that it came through (None at an end)."""
     via: dict[ir.Value, ir.Node | None] = dict.fromkeys(ends)
-    for node in reversed(graph):
+    for node in reversed(list(forward)):
         if any(v in via for v in node.outputs):
             for value in differentiable_inputs(node):
                 via.setdefault(value, node)
@@ -67,56 +67,76 @@ class _Trouble:
     reason: str
 
 
-def build_gradients(graph: ir.Graph, op: Builder, loss: ir.Value, wrt: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
-    """Append the backward of ``loss`` to the graph.
+def loss_gradients(op: Builder, loss: ir.Value, wrt: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
+    """Append the backward of a scalar loss to its graph; see :func:`build_gradients`."""
+    with op.scope(f"{loss.name}.grad", origin=loss.name or "", pass_="gradients"):
+        seed = op.expand_like(op.const(1, like=loss), loss)
+    if seed.producer() is not None:
+        seed.name = op.names.fresh(f"{loss.name}.grad")
+    return build_gradients(op, {loss: seed}, wrt)
+
+
+def build_gradients(
+    op: Builder, seeds: Mapping[ir.Value, ir.Value], wrt: Sequence[ir.Value], forward: Sequence[ir.Node] | None = None
+) -> dict[ir.Value, ir.Value]:
+    """Append a backward to a graph.
 
     Args:
-        graph: a topologically sorted graph with types and shapes on its values.
-        op: a builder on that graph.
-        loss: a float scalar.
-        wrt: the values whose gradients are wanted.
+        op: a builder on a topologically sorted graph with types and shapes on its values.
+        seeds: values of that graph, and the gradients that arrive for them.
+        wrt: the values whose gradients are wanted; of a nested graph also values of the graph around it.
+        forward: the nodes to differentiate, in order; default: all that the graph holds now.
 
     Returns:
-        For each value of ``wrt`` that the loss depends on, its gradient: the same type and shape, named
+        For each value of ``wrt`` that the seeds depend on, its gradient: the same type and shape, named
         ``<value>.grad``, a distinct value each.
 
     Raises:
         ModelError: listing every node on the way that has no rule, with its path.
     """
-    forward = list(graph)
+    forward = list(op.graph) if forward is None else forward
     active = _depending_on(forward, wrt)
-    via = reached(graph, [loss])
+    via = reached(forward, seeds)
     path = [n for n in forward if any(v in via for v in n.outputs) and any(v in active for v in differentiable_inputs(n))]
-    missing = [_Trouble(n, "no gradient rule") for n in path if node_key(n) not in GRADIENTS]
+    missing = [_Trouble(n, "no gradient rule") for n in path if node_key(n) not in GRADIENTS and node_key(n) not in CONTROL]
     if missing:
         raise ModelError(_explain(missing, via, active, op.opset))
 
     troubles: list[_Trouble] = []
-    gradients: dict[ir.Value, ir.Value] = {}
-    with op.scope(f"{loss.name}.grad", origin=loss.name or "", pass_="gradients"):
-        gradients[loss] = op.expand_like(op.const(1, like=loss), loss)
-    complete: set[ir.Value] = set()
+    gradients = dict(seeds)
+    complete: set[ir.Value] = set(seeds.values())
     for node in reversed(path):
         arrived = {v: _complete(op, v, gradients, complete) for v in node.outputs if v in gradients}
         if not arrived:
             continue
         with op.scope(f"{node.name}.grad", origin=node.name or "", rule=node.op_type, pass_="gradients"):
             try:
-                found = GRADIENTS[node_key(node)](op, node, arrived)
+                found = _of_inputs(op, node, arrived, active)
             except Unsupported as error:
                 troubles.append(_Trouble(node, str(error)))
                 continue
             except UnknownRank as error:
                 troubles.append(_Trouble(node, f"the rank of {error} is unknown; add shape information to the model"))
                 continue
-            for value, gradient in zip(node.inputs, found, strict=True):
-                if value is None or gradient is None or value not in active:
-                    continue
+            for value, gradient in found:
                 gradient = op.sum_to(gradient, value)
                 gradients[value] = op.Add(gradients[value], gradient, _like=value) if value in gradients else gradient
     if troubles:
         raise ModelError(_explain(troubles, via, active, op.opset))
     return _distinct(op, {v: _complete(op, v, gradients, complete) for v in wrt if v in gradients})
+
+
+def _of_inputs(
+    op: Builder, node: ir.Node, arrived: Mapping[ir.Value, ir.Value], active: Container[ir.Value]
+) -> list[tuple[ir.Value, ir.Value]]:
+    """The active inputs of a node (captured ones included) with their gradients, as its rule has them."""
+    control = CONTROL.get(node_key(node))
+    if control is not None:
+        wanted = list(dict.fromkeys(v for v in differentiable_inputs(node) if v in active))
+        return list(control(op, node, arrived, wanted).items())
+    found = GRADIENTS[node_key(node)](op, node, arrived)
+    pairs = zip(node.inputs, found, strict=True)
+    return [(v, g) for v, g in pairs if v is not None and g is not None and v in active]
 
 
 def _depending_on(forward: Sequence[ir.Node], wrt: Iterable[ir.Value]) -> dict[ir.Value, ir.Node | None]:

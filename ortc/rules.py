@@ -226,6 +226,23 @@ def _kind(operator: str, name: str, inputs: tuple[str, ...], outputs: tuple[str,
     )
 
 
+CONTROL: dict[OpKey, Callable[..., Any]] = {}
+
+
+def control(operator: str) -> Callable[[F], F]:
+    """Declare the gradient of an operator with nested graphs.
+
+    The function is called as ``f(op, node, arrived, wanted) -> {value: gradient}``: ``arrived`` holds the gradients that came
+    for the node's outputs, ``wanted`` the values, inputs of the node or captured by its nested graphs, that need one.
+    """
+
+    def declare(function: F) -> F:
+        CONTROL[op_key(operator)] = function
+        return function
+
+    return declare
+
+
 LOWERINGS: dict[OpKey, Callable[..., Any]] = {}
 
 

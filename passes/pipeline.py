@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from ortc.autodiff import build_gradients
+from ortc.autodiff import loss_gradients
 from ortc.compiler import Compilation, Pass, merge_equal, of, role, set_role
 from ortc.graph.builder import Builder
 from ortc.passes.inlining import take_place
@@ -83,7 +83,7 @@ class Gradients(Pass):
         loss, *buffers = graph.outputs
         trained = {p.name for p in c.parameters if p.trainable} | set(c.recipe.wrt)
         wanted = [v for v in graph.inputs if of(v) in trained and role(v) in ("parameter", "data")]
-        gradients = build_gradients(graph, Builder(graph), loss, wanted)
+        gradients = loss_gradients(Builder(graph), loss, wanted)
         graph.outputs.clear()
         graph.outputs.append(loss)
         graph.outputs.extend(set_role(gradients[v], "gradient", of=of(v)) for v in wanted)

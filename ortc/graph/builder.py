@@ -303,6 +303,22 @@ class Builder:
         out.shape = x.shape
         return out
 
+    @contextlib.contextmanager
+    def nested(self, inputs: Sequence[ir.Value]) -> Iterator[Builder]:
+        """A builder on a new nested graph, for a node of this one; its nodes may read values of this graph."""
+        name = self.names.fresh(f"{self._prefix}/body")
+        inner = Builder(ir.Graph(inputs, [], nodes=[], name=name, opset_imports=dict(self.graph.opset_imports)))
+        inner.names, inner._inference = self.names, self._inference
+        with inner.scope(self._prefix):
+            inner._metadata = self._metadata
+            yield inner
+
+    def give(self, values: Sequence[ir.Value]) -> None:
+        """Make the values outputs of a nested graph; what it does not make itself, or gives already, as a copy."""
+        for value in values:
+            own = value.producer() is not None and value.graph is self.graph and value not in self.graph.outputs
+            self.graph.outputs.append(value if own else self.copy(value, like=value))
+
     def scan(
         self,
         body: Callable[..., tuple[Sequence[ir.Value], Sequence[ir.Value]]],
@@ -326,15 +342,9 @@ class Builder:
         for v in sequences:
             step = ir.Shape(self.dims(v)[1:])
             inner.append(ir.Value(name=self.names.fresh(f"{v.name}.step"), type=v.type, shape=step))
-        name = self.names.fresh(f"{self._prefix}/body")
-        nested = Builder(ir.Graph(inner, [], nodes=[], name=name, opset_imports={"": self.opset}))
-        nested.names, nested._inference = self.names, self._inference
-        with nested.scope(self._prefix):
-            nested._metadata = self._metadata
+        with self.nested(inner) as nested:
             new_states, results = body(nested, *inner)
-            for value in (*new_states, *results):
-                own = value.producer() is not None and value.graph is nested.graph and value not in nested.graph.outputs
-                nested.graph.outputs.append(value if own else nested.copy(value, like=value))
+            nested.give([*new_states, *results])
         outputs = [ir.Value(type=v.type, shape=v.shape) for v in states]
         for v in results:
             outputs.append(ir.Value(type=v.type, shape=ir.Shape([self.dims(sequences[0])[0], *self.dims(v)])))
