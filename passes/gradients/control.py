@@ -32,7 +32,8 @@ def if_(op: Builder, node: ir.Node, arrived: Mapping[ir.Value, ir.Value], wanted
             inner.give([_or_zeros(inner, found, v) for v in wanted])
         branches[name] = inner.graph
     outputs = [ir.Value(type=v.type, shape=v.shape) for v in wanted]
-    op.node("If", node.inputs[0], _outputs=outputs, **branches)
+    then, otherwise = branches["then_branch"], branches["else_branch"]
+    op.node("If", node.inputs[0], _outputs=outputs, then_branch=then, else_branch=otherwise)
     return dict(zip(wanted, outputs, strict=True))
 
 
