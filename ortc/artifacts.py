@@ -161,7 +161,7 @@ def port(value: ir.Value) -> Port:
         name=value.name or "",
         role=role(value) or "data",  # type: ignore[arg-type]
         dtype=names.get(dtype, dtype.lower()),
-        shape=list(dims(value) or ()),
+        shape=None if (known := dims(value)) is None else list(known),
         of=value.metadata_props.get(OF),
         slot=value.metadata_props.get(SLOT),
     )

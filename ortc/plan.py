@@ -41,7 +41,9 @@ class Port(_Table):
     name: str = Field(description="the tensor's name in the graph")
     role: Role
     dtype: str = Field(description="numpy's name of the element type, e.g. float32 (bfloat16 as such)")
-    shape: list[int | str | None] = Field(description="a string is a symbolic dimension, null an unknown one")
+    shape: list[int | str | None] | None = Field(
+        description="a string is a symbolic dimension, null an unknown one; null instead of the list: the rank is unknown"
+    )
     of: str | None = Field(None, description="what the port belongs to, see Role")
     slot: str | None = Field(None, description="which state of the parameter, e.g. exp_avg")
 

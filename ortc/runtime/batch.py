@@ -151,7 +151,7 @@ def synthetic_batch(ports: Mapping[str, Port], batch: int = 2, other: int = 16) 
     made: Batch = {}
     for name, port in ports.items():
         shape = []
-        for axis, want in enumerate(port.shape):
+        for axis, want in enumerate(port.shape or ()):
             size = want if isinstance(want, int) else dimension(want, sizes) if want else None
             shape.append((batch if axis == 0 else other) if size is None else size)
             if isinstance(want, str):
@@ -169,6 +169,8 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _check_shape(name: str, array: np.ndarray, port: Port, sizes: dict[str, tuple[int, str]]) -> None:
+    if port.shape is None:
+        return
     described = f"[{', '.join('?' if d is None else str(d) for d in port.shape)}]"
     have = list(array.shape)
     if array.ndim != len(port.shape):

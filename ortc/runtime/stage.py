@@ -260,7 +260,7 @@ def _state_key(port: Port) -> StateKey:
 
 
 def _zeros(port: Port) -> np.ndarray:
-    if not all(isinstance(d, int) for d in port.shape):
+    if port.shape is None or not all(isinstance(d, int) for d in port.shape):
         raise PlanError(f"the plan gives no fixed shape for {port.name!r} but {port.shape}; compile the model again")
     return aligned_zeros([d for d in port.shape if isinstance(d, int)], numpy_type(port.dtype, port.name))
 
