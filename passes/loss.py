@@ -156,9 +156,10 @@ def append_losses(
         output = outputs[term.output]
         with op.scope("loss", origin="loss", rule=term.name, pass_="loss"):
             if term.name == "none":
-                value, key = output, None
-                if any(d != 1 for d in dims(output) or ("?",)):
-                    raise RecipeError(f"loss none: output {term.output!r} must be a scalar, it has shape {dims(output)}")
+                shape, key = dims(output), None
+                if shape is None or any(d != 1 for d in shape):
+                    has = "an unknown shape" if shape is None else f"shape {list(shape)}"
+                    raise RecipeError(f"loss none: output {term.output!r} must be a scalar, it has {has}")
                 value = op.Reshape(output, np.array([], np.int64)) if rank(output) else output
             elif term.name in LOSSES:
                 key = _label_key(term, graph, targets)
