@@ -19,7 +19,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ortc.compiler import Compilation, Pass, merge_equal, new_graph, of, role, set_role
+from ortc.compiler import Compilation, Pass, new_graph, of, role, set_role
 from ortc.errors import RecipeError
 from ortc.graph.builder import Builder
 from ortc.plan import ParameterInfo
@@ -147,7 +147,6 @@ class BuildOptimizer(Pass):
             if info is not None and role(value) == "parameter":
                 outputs += _update(op, declared, c, info, value, scalars)
         model.graph.outputs.extend(outputs)
-        merge_equal(model)
         c.graphs["optimizer"] = model
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnx_ir.passes.common import DeduplicateInitializersPass, RemoveUnusedNodesPass
 
 from ortc.autodiff import loss_gradients
 from ortc.compiler import Compilation, Pass, merge_equal, of, role, set_role
@@ -125,17 +125,19 @@ def _lower_node(op: Builder, node: ir.Node) -> None:
 
 @dataclass(frozen=True)
 class CleanUp(Pass):
-    """Merges equal subexpressions, drops dead nodes and what no longer feeds anything."""
+    """Merges equal constants and subexpressions, drops dead nodes and what no longer feeds anything."""
 
     name = "clean-up"
-    after = ("gradients",)
+    after = ("lower", "optimizer")
 
     def run(self, c: Compilation) -> None:
-        for phase in ("train", "eval"):
-            model = c.graphs[phase]
-            merge_equal(model)
-            RemoveUnusedNodesPass()(model)
-            drop_unused_inputs(model.graph)
+        for phase in ("train", "eval", "optimizer", "criterion"):
+            if phase in c.graphs:
+                model = c.graphs[phase]
+                DeduplicateInitializersPass()(model)
+                merge_equal(model)
+                RemoveUnusedNodesPass()(model)
+                drop_unused_inputs(model.graph)
 
 
 def drop_unused_inputs(graph: ir.Graph) -> None:

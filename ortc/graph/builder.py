@@ -148,7 +148,7 @@ class Builder:
             raise TypeError(f"the float constant {data} needs an operand that gives its type")
         key = (array.dtype.str, array.shape, array.tobytes())
         if key not in self._constants:
-            text = str(array.tolist()).replace(" ", "") if array.size <= 8 else f"{array.dtype}{list(array.shape)}"
+            text = _digits(array) if array.size <= 8 else f"{array.dtype}{list(array.shape)}"
             name = self.names.fresh(f"const/{text}")
             value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
             value.shape, value.dtype = ir.Shape(array.shape), value.const_value.dtype  # type: ignore[union-attr]
@@ -192,7 +192,8 @@ class Builder:
         known = [self.dims(x)[a] for a in along]
         if all(isinstance(d, int) for d in known):
             return float(np.prod(known))  # type: ignore[arg-type]
-        count = self.ReduceProd(self.Gather(self.shape(x), along), keepdims=0)
+        whole = len(along) == len(self.dims(x))
+        count = self.Size(x) if whole else self.ReduceProd(self.Gather(self.shape(x), along), keepdims=0)
         return self.cast(count, x if like is None else like)
 
     def dim(self, x: ir.Value, *axes: int) -> int | ir.Value:
@@ -367,6 +368,12 @@ class Builder:
 
 class UnknownRank(Exception):
     """A rule needs the rank of a value that shape inference could not find."""
+
+
+def _digits(array: np.ndarray) -> str:
+    """The elements in as few digits as their own type needs: the float32 nearest to 0.9 is 0.9."""
+    elements = ",".join(map(str, array.flat))
+    return f"[{elements}]" if array.ndim else elements
 
 
 @cache
