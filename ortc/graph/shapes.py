@@ -100,8 +100,7 @@ class NodeInference:
         if value is None:
             return None
         array = constant(value)
-        known = None if array is None or array.dtype.kind == "f" else array.tobytes()
-        return value.dtype, dims(value), known
+        return value.dtype, dims(value), None if array is None else array.tobytes()
 
     def _infer(self, node: ir.Node) -> list[tuple[ir.DataType | None, Dims | None]]:
         if not onnx.defs.has(node.op_type, node.domain) or any(v is not None and v.type is None for v in node.inputs):
