@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import onnx
@@ -17,7 +18,7 @@ from ortc.errors import ModelError, OrtcError
 from ortc.graph.shapes import dims
 from ortc.plan import GraphFile, Plan, Port, Stage, dump_plan, fingerprint
 from ortc.recipe import Recipe
-from ortc.rules import load_declarations
+from ortc.rules import import_file, load_declarations
 from ortc.runtime.checkpoint import write_index
 from ortc.source import load_model, write_safetensors
 from ortc.target import load_target
@@ -26,17 +27,24 @@ STAGE_PHASES = ("train", "eval", "optimizer")
 _FILES = {"export": "export.template", "criterion": "criterion.onnx"}
 
 
-def compile_graphs(model: ir.Model, recipe: Recipe) -> Compilation:
-    """Run the standard pipeline on a model (which is changed).
+def compile_graphs(model: ir.Model, recipe: Recipe, rules: Sequence[str | Path] = ()) -> Compilation:
+    """Run the standard pipeline on a model (which is changed), with the declarations of the user's own files.
 
     Raises:
         OrtcError: for a mistake in the model or the recipe.
     """
     from ortc import passes
 
+    load_rules(rules)
+    return run_passes(passes.standard(), Compilation(model, recipe, load_target(recipe.target)))
+
+
+def load_rules(files: Sequence[str | Path] = ()) -> None:
+    """Make all declared rules known, and then those of the user's own Python files, which win."""
     load_declarations("ortc.passes.gradients")
     load_declarations("ortc.passes.lowerings")
-    return run_passes(passes.standard(), Compilation(model, recipe, load_target(recipe.target)))
+    for file in files:
+        import_file(file)
 
 
 def compiled_graphs(model: ir.Model, recipe: Recipe) -> dict[str, ir.Model]:
@@ -45,13 +53,21 @@ def compiled_graphs(model: ir.Model, recipe: Recipe) -> dict[str, ir.Model]:
     return {phase: graphs[phase] for phase in ("train", "eval", "optimizer", "criterion") if phase in graphs}
 
 
-def compile(model: str | Path, output: str | Path, recipe: Recipe | None = None, *, force: bool = False) -> Plan:
+def compile(
+    model: str | Path,
+    output: str | Path,
+    recipe: Recipe | None = None,
+    *,
+    rules: Sequence[str | Path] = (),
+    force: bool = False,
+) -> Plan:
     """Compile a forward ONNX model into an output folder that the runtime trains with.
 
     Args:
         model: path of the ONNX file; its weights are never loaded.
         output: the folder to make. It appears whole or not at all.
         recipe: what to build; the defaults without one.
+        rules: Python files with the user's own gradient rules and lowerings.
         force: replace the folder if it exists.
 
     Raises:
@@ -61,7 +77,7 @@ def compile(model: str | Path, output: str | Path, recipe: Recipe | None = None,
     target = Path(output)
     _check_output(target, force)
     with paused_gc():
-        compilation = compile_graphs(load_model(model), recipe)
+        compilation = compile_graphs(load_model(model), recipe, rules)
         return write_folder(compilation, Path(model).name, target, force)
 
 

@@ -34,6 +34,10 @@ Wrt = Annotated[list[str] | None, typer.Option("--wrt", metavar="INPUT", help="a
 BatchNorm = Annotated[str | None, typer.Option("--batch-norm", metavar="batch|frozen", help="statistics used in training")]
 TargetName = Annotated[str | None, typer.Option("--target", help="the runtime the graphs are for")]
 RecipeFile = Annotated[Path | None, typer.Option("--recipe", metavar="ortc.toml", help="a recipe; flags override it")]
+Rules = Annotated[
+    list[Path] | None,
+    typer.Option("--rules", metavar="FILE.py", help="a Python file with your own gradient rules"),
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="threads of each session; default: all cores")]
 Force = Annotated[bool, typer.Option("--force", help="replace what is there")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="print errors only")]
@@ -58,6 +62,7 @@ def compile_(
     warmup: Annotated[int | None, typer.Option(help="steps of linear warm-up")] = None,
     seed: Annotated[int | None, typer.Option(help="seed of dropout and of the data order")] = None,
     target: TargetName = None,
+    rules: Rules = None,
     force: Force = False,
     write_recipe: Annotated[bool, typer.Option("--write-recipe", help="print the recipe in force as TOML and stop")] = False,
     quiet: Quiet = False,
@@ -76,7 +81,7 @@ def compile_(
         raise RecipeError("say where the folder goes: -o DIR")
     from ortc.artifacts import compile
 
-    plan = compile(model, output, chosen, force=force)
+    plan = compile(model, output, chosen, rules=rules or (), force=force)
     if not quiet:
         print(describe_plan(plan, output))
 
@@ -141,13 +146,14 @@ def grad(
     wrt: Wrt = None,
     batch_norm: BatchNorm = None,
     target: TargetName = None,
+    rules: Rules = None,
     force: Force = False,
 ) -> None:
     """Loss and gradients of one batch, to compare with anything else."""
     chosen = build_recipe(recipe, loss=loss, train=train, freeze=freeze, wrt=wrt, batch_norm=batch_norm, target=target)
     from ortc.grad import write_gradients
 
-    print(write_gradients(model, data, output, chosen, force=force))
+    print(write_gradients(model, data, output, chosen, rules=rules or (), force=force))
 
 
 @app.command()
@@ -158,6 +164,7 @@ def inspect(
     train: Train = None,
     freeze: Freeze = None,
     batch_norm: BatchNorm = None,
+    rules: Rules = None,
 ) -> None:
     """List every weight with its fate and the reason, and the graphs of an output folder."""
     from ortc.inspection import inspect_folder, inspect_model
@@ -165,7 +172,7 @@ def inspect(
     if path.is_dir():
         inspect_folder(path)
     else:
-        inspect_model(path, build_recipe(recipe, loss=loss, train=train, freeze=freeze, batch_norm=batch_norm))
+        inspect_model(path, build_recipe(recipe, loss=loss, train=train, freeze=freeze, batch_norm=batch_norm), rules or ())
 
 
 @app.command()

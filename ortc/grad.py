@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,9 @@ from ortc.recipe import Recipe
 from ortc.runtime.trainer import Trainer
 
 
-def write_gradients(model: Path, data: Path, output: Path, recipe: Recipe, *, force: bool = False) -> str:
+def write_gradients(
+    model: Path, data: Path, output: Path, recipe: Recipe, *, rules: Sequence[Path] = (), force: bool = False
+) -> str:
     """Compile the model, run one batch, and write ``loss`` and one array per trained parameter (and per ``wrt`` input).
 
     Args:
@@ -22,6 +25,7 @@ def write_gradients(model: Path, data: Path, output: Path, recipe: Recipe, *, fo
         data: an ``.npz`` with one array per graph input by its name, and the targets under ``labels``.
         output: the ``.npz`` to write; it appears whole or not at all.
         recipe: loss, parameters, batch norm.
+        rules: the user's own rule files.
         force: replace an existing output.
 
     Returns:
@@ -32,7 +36,7 @@ def write_gradients(model: Path, data: Path, output: Path, recipe: Recipe, *, fo
     batch = load_batch(data)
     with tempfile.TemporaryDirectory(prefix="ortc-grad-") as folder:
         stages = Path(folder) / "stages"
-        plan = compile(model, stages, recipe)
+        plan = compile(model, stages, recipe, rules=rules)
         with Trainer(stages) as trainer:
             loss, gradients = trainer.gradients(batch)
     if "loss" in gradients:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -12,16 +13,16 @@ from ortc.plan import ParameterInfo, Plan, load_plan
 from ortc.recipe import Recipe
 
 
-def inspect_model(path: Path, recipe: Recipe) -> None:
+def inspect_model(path: Path, recipe: Recipe, rules: Sequence[Path] = ()) -> None:
     """Print every initialiser of a model with its fate and the reason."""
     from ortc import passes
+    from ortc.artifacts import load_rules
     from ortc.compiler import Compilation, run_passes
     from ortc.passes.parameters import DecideTraining
-    from ortc.rules import load_declarations
     from ortc.source import load_model
     from ortc.target import load_target
 
-    load_declarations("ortc.passes.gradients")
+    load_rules(rules)
     c = Compilation(load_model(path), recipe, load_target(recipe.target))
     steps = passes.standard()
     until = next(i for i, step in enumerate(steps) if isinstance(step, DecideTraining))

@@ -112,7 +112,13 @@ def load_recipe(path: str | Path) -> Recipe:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot read the recipe {path}: {error}") from None
-    return parse_recipe_text(text, str(path))
+    recipe = parse_recipe_text(text, str(path))
+    for index, term in enumerate(recipe.loss):
+        if ".py:" in term.name:
+            raise RecipeError(
+                f"{path}: loss[{index}].name: a recipe file may not name Python code; give it as --loss {term.name}"
+            )
+    return recipe
 
 
 def parse_recipe_text(text: str, source: str = "recipe") -> Recipe:

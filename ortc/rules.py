@@ -21,14 +21,20 @@ or not in ``wrt``) and gradients stop there; or nothing is declared, and trainin
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import pkgutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import onnx
 import onnx_ir as ir
+
+from ortc.errors import RecipeError
 
 F = TypeVar("F", bound=Callable[..., Any])
 OpKey = tuple[str, str]  # (domain, operator)
@@ -304,6 +310,26 @@ def optimizer(name: str) -> Callable[[F], F]:
         return function
 
     return declare
+
+
+def import_file(path: str | Path) -> ModuleType:
+    """Run a Python file of the user's (rules, lowerings, a loss) and return it as a module.
+
+    Raises:
+        RecipeError: if there is no such file, or running it fails.
+    """
+    if not Path(path).is_file():
+        raise RecipeError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(f"ortc_user_{Path(path).stem}", path)
+    if spec is None or spec.loader is None:
+        raise RecipeError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # decorators such as onnxscript's look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise RecipeError(f"{path}: {type(error).__name__}: {error}") from error
+    return module
 
 
 def load_declarations(package: str) -> None:

@@ -7,9 +7,6 @@ output is the loss, a scalar; a larger one is averaged.
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
@@ -18,6 +15,7 @@ from ortc.graph.builder import Builder
 from ortc.graph.shapes import dims, rank
 from ortc.passes.normalise import convert_opset, prepare
 from ortc.recipe import LossTerm
+from ortc.rules import import_file
 from ortc.source import load_model
 
 
@@ -81,16 +79,9 @@ def _load(term: LossTerm, outputs: dict[str, ir.Value]) -> ir.Model:
     if term.name.endswith(".onnx"):
         return load_model(term.name)
     path, _, function = term.name.rpartition(":")
-    if not Path(path).is_file():
-        raise RecipeError(f"loss {term.name}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location("ortc_user_loss", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        written = getattr(module, function)
-    except Exception as error:
-        raise RecipeError(f"loss {term.name}: {type(error).__name__}: {error}") from error
+    written = getattr(import_file(path), function, None)
+    if written is None:
+        raise RecipeError(f"loss {term.name}: {path} has no {function}")
     if not hasattr(written, "to_function_proto"):
         raise RecipeError(f"loss {term.name}: {function} is not an onnxscript function (decorate it with @script())")
     return _model_of(ir.from_proto(written.to_function_proto()), outputs[term.output or ""], outputs)
