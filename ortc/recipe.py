@@ -7,6 +7,7 @@ Options of a loss or an optimizer are not listed here: they are the keyword para
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -144,3 +145,8 @@ def dump_recipe(recipe: Recipe) -> str:
     import tomli_w
 
     return tomli_w.dumps(recipe.model_dump(exclude_none=True))
+
+
+def recipe_schema() -> str:
+    """The JSON schema of a recipe, as published in ``docs/recipe.schema.json``: editors check and complete TOML with it."""
+    return json.dumps(Recipe.model_json_schema(), indent=1, ensure_ascii=False) + "\n"
