@@ -2,25 +2,53 @@
 
 from __future__ import annotations
 
+from functools import partial, reduce
+from types import SimpleNamespace
+
 import numpy as np
+import onnx_ir as ir
 
 from ortc.rules import Unsupported, gradient
 
 _IMAGE = np.random.default_rng(3).standard_normal((1, 2, 4, 5))
-_TWICE = np.array([1.0, 1.0, 2.0, 2.0], np.float32)
-_ODD = np.array([1.0, 1.0, 1.6, 0.7], np.float32)
-_FIXED = {"_static": True, "_constants": "scales"}
+_SIZES = {"X": _IMAGE, "sizes": np.array([7, 3]), "axes": [2, 3]}
+
+
+def _scaled(*scales):
+    """A sample; the scales are of all axes or of the last ones."""
+    axes = None if len(scales) == 4 else list(range(4 - len(scales), 4))
+    return {"X": _IMAGE, "scales": np.array(scales, np.float32), "_constants": "scales"} | ({"axes": axes} if axes else {})
+
+
 _RESIZE = (
-    {"X": _IMAGE, "scales": _TWICE, **_FIXED},
-    {"X": _IMAGE, "scales": _ODD, "nearest_mode": "floor", "coordinate_transformation_mode": "asymmetric", **_FIXED},
-    {"X": _IMAGE, "scales": _TWICE, "mode": "linear", **_FIXED},
+    _scaled(1, 1, 2, 3),
+    {**_scaled(1.6, 0.7), "nearest_mode": "floor", "coordinate_transformation_mode": "asymmetric"},
+    {**_scaled(1, 1, 2, 2), "mode": "linear"},
+    {**_SIZES, "mode": "linear", "coordinate_transformation_mode": "align_corners"},
+    {**_scaled(1.6, 0.7), "mode": "linear", "coordinate_transformation_mode": "pytorch_half_pixel"},
+    {**_SIZES, "mode": "cubic"},
+    {**_scaled(2, 2), "mode": "cubic", "exclude_outside": 1, "cubic_coeff_a": -0.5},
+    {**_scaled(0.5, 0.6), "mode": "linear", "antialias": 1},
+    {**_scaled(0.5, 0.6), "mode": "cubic", "antialias": 1},
+    {**_SIZES, "mode": "linear", "keep_aspect_ratio_policy": "not_larger"},
     {
-        **{"X": _IMAGE, "sizes": np.array([7, 3]), "axes": [2, 3], "mode": "linear"},
-        **{"coordinate_transformation_mode": "align_corners", "_static": True},
+        **{**_SIZES, "roi": np.array([0.2, -0.1, 0.8, 0.7], np.float32), "mode": "linear", "_constants": "roi"},
+        "coordinate_transformation_mode": "tf_crop_and_resize",
     },
-    {"X": _IMAGE, "scales": _ODD, "mode": "linear", "coordinate_transformation_mode": "pytorch_half_pixel", **_FIXED},
-    {"X": _IMAGE, "sizes": np.array([7, 3]), "mode": "cubic", "axes": [2, 3], "_static": True},
-    {"X": _IMAGE, "scales": _TWICE, "mode": "cubic", "exclude_outside": 1, "cubic_coeff_a": -0.5, **_FIXED},
+)
+
+# The operators of the formulas below, on arrays: what is known now is computed now, the rest in the graph.
+_NOW = SimpleNamespace(
+    Abs=np.abs,
+    Ceil=np.ceil,
+    Floor=np.floor,
+    Less=np.less,
+    Max=np.maximum,
+    Min=np.minimum,
+    Range=partial(np.arange, dtype=np.float32),
+    ReduceSum=lambda x, axes, keepdims: x.sum(axis=tuple(axes), keepdims=bool(keepdims)),
+    Unsqueeze=np.expand_dims,
+    Where=np.where,
 )
 
 
@@ -28,7 +56,9 @@ _RESIZE = (
 def resize(
     op,
     X,
+    roi,
     scales,
+    sizes,
     Y,
     dY,
     *,
@@ -42,86 +72,175 @@ def resize(
     mode="nearest",
     nearest_mode="round_prefer_floor",
 ):
-    """Y = M·X along each axis, M the weights of the interpolation:  dX = Mᵀ·dY along each axis"""
-    if antialias:
-        raise Unsupported("antialias=1")
-    if coordinate_transformation_mode == "tf_crop_and_resize":
-        raise Unsupported("coordinate_transformation_mode='tf_crop_and_resize'")
-    given = op.constant(scales)
-    factors = dict(zip(op.axes(X, axes), given, strict=True)) if given is not None and given.size else {}
+    """Y = M·X along each axis, M the weights of the interpolation:  dX = Mᵀ·dY along each axis
+
+    Where pixels are repeated whole times, it is a convolution with ones instead. Coordinates are computed in float32,
+    as ONNX Runtime does, so that ties fall alike.
+    """
+    axes = op.axes(X, axes)
+    factors = _factors(op, X, Y, axes, scales, sizes, keep_aspect_ratio_policy)
+    cropped = coordinate_transformation_mode == "tf_crop_and_resize"
+    crop = [(_entry(op, roi, i), _entry(op, roi, i + len(axes))) if cropped else () for i in range(len(axes))]
+    kernel = {
+        "nearest": partial(_nearest, how=nearest_mode),
+        "linear": partial(_smooth, _tent, radius=1, exclude_outside=False, antialias=antialias),
+        "cubic": partial(
+            _smooth, partial(_cubic, a=cubic_coeff_a), radius=2, exclude_outside=exclude_outside, antialias=antialias
+        ),
+    }[mode]
+    weights = partial(_weights, kernel=kernel, coordinates=coordinate_transformation_mode)
+    repeats = _repeats(op, X, axes, factors, weights) if mode == "nearest" and not cropped else None
+    if repeats is not None:
+        channels = op.dims(X)[1]
+        ones = op.const(np.ones((channels, 1, *repeats)), like=X)
+        return op.Conv(dY, ones, group=channels, strides=repeats, kernel_shape=repeats, _like=X)
     g = dY
-    for axis in op.axes(X):
-        size, made = op.dims(X)[axis], op.dims(Y)[axis]
-        if size == made and factors.get(axis, 1.0) == 1.0:
-            continue
-        if not isinstance(size, int) or not isinstance(made, int):
-            raise Unsupported(f"axis {axis} is of unknown size")
-        factor = float(factors.get(axis, made / size))
-        x = _coordinates(size, made, factor, coordinate_transformation_mode)
-        g = _apply(op, g, axis, size, _weights(x, size, mode, nearest_mode, cubic_coeff_a, exclude_outside))
-    g.shape = X.shape
+    for axis, factor, bounds in reversed(list(zip(axes, factors, crop, strict=True))):
+        if not _equals(factor, 1):
+            v, numbers = _together(op, _length(op, X, axis), _length(op, Y, axis), factor, *bounds)
+            g = _apply(op, g, axis, op.dim(X, axis), weights(v, *numbers))
+        elif cropped and not (_equals(bounds[0], 0) and _equals(bounds[1], 1)):
+            raise Unsupported("a crop along an axis of scale 1, which ONNX Runtime leaves out")
+    if g is not dY:
+        g.shape = X.shape
     return g
 
 
-def _coordinates(size, made, factor, mode):
-    """Where each output element lies in the input (ONNX, Resize, coordinate_transformation_mode)."""
-    x = np.arange(made, dtype=np.float64)
-    if mode == "align_corners":
-        return x * (size - 1) / (made - 1) if made > 1 else x * 0
-    if mode == "asymmetric":
-        return x / factor
-    if mode == "pytorch_half_pixel" and made == 1:
-        return x * 0
-    if mode == "half_pixel_symmetric":
-        return size / 2 * (1 - made / (factor * size)) + (x + 0.5) / factor - 0.5
-    if mode in ("half_pixel", "pytorch_half_pixel"):
-        return (x + 0.5) / factor - 0.5
-    raise Unsupported(f"coordinate_transformation_mode={mode!r}")
+def _length(op, x, axis):
+    """A dimension as a float32 number, or a scalar of the graph."""
+    size = op.dims(x)[axis]
+    return np.float32(size) if isinstance(size, int) else op.Squeeze(op.Cast(op.dim(x, axis), to=1), [0])
 
 
-def _weights(x, size, mode, nearest_mode, a, exclude_outside):
-    """M, [output size, input size]: what each output element takes of each input element; the edges are repeated."""
-    below = np.floor(x)
-    if mode == "nearest":
-        rounded = {
-            "floor": below,
-            "ceil": np.ceil(x),
-            "round_prefer_floor": np.ceil(x - 0.5),
-            "round_prefer_ceil": np.floor(x + 0.5),
-        }[nearest_mode]
-        taps = [(rounded, np.ones_like(x))]
-    elif mode == "linear":
-        taps = [(below, below + 1 - x), (below + 1, x - below)]
+def _entry(op, vector, index):
+    """An entry of a vector, likewise."""
+    known = op.constant(vector)
+    return np.float32(known[index]) if known is not None else op.Cast(op.Gather(vector, op.const(index)), to=1)
+
+
+def _together(op, *numbers):
+    """Where to compute with these numbers, and the numbers there: now if all are known, else in the graph."""
+    if not any(isinstance(n, ir.Value) for n in numbers):
+        return _NOW, numbers
+    return op, [n if isinstance(n, ir.Value) else op.const(n) for n in numbers]
+
+
+def _equals(factor, number):
+    return not isinstance(factor, ir.Value) and factor == number
+
+
+def _factors(op, X, Y, axes, scales, sizes, policy):
+    """The scale of each axis."""
+    if scales is not None and op.dims(scales) != (0,):
+        return [_entry(op, scales, i) for i in range(len(axes))]
+    ratios = []
+    for i, axis in enumerate(axes):
+        if policy == "stretch" and op.dims(X)[axis] == op.dims(Y)[axis] is not None:
+            ratios.append(np.float32(1))
+        else:
+            made = _length(op, Y, axis) if policy == "stretch" else _entry(op, sizes, i)
+            _, (made, size) = _together(op, made, _length(op, X, axis))
+            ratios.append(made / size)
+    if policy == "stretch":
+        return ratios
+    v, ratios = _together(op, *ratios)
+    return [reduce(v.Min if policy == "not_larger" else v.Max, ratios)] * len(axes)
+
+
+def _repeats(op, X, axes, factors, weights):
+    """How many times each pixel is repeated along the spatial axes, or None if it is not that simple."""
+    per_axis = dict(zip(axes, factors, strict=True))
+    repeats = [per_axis.get(axis, np.float32(1)) for axis in range(op.rank(X))]
+    if any(isinstance(k, ir.Value) or k % 1 for k in repeats) or len(repeats) < 3 or not isinstance(op.dims(X)[1], int):
+        return None
+    if any(k != 1 for k in repeats[:2]) or all(k == 1 for k in repeats):
+        return None
+    three = np.float32(3)
+    if any(not np.array_equal(weights(_NOW, three, 3 * k, k), np.eye(3).repeat(int(k), axis=0)) for k in repeats if k != 1):
+        return None
+    return [int(k) for k in repeats[2:]]
+
+
+def _weights(v, size, made, factor, start=None, end=None, *, kernel, coordinates):
+    """M, [made, size]: what each output element takes of each input element (ONNX, Resize, coordinate_transformation_mode)."""
+    x = v.Range(0.0, made, 1.0)
+    last = size - 1
+    if coordinates == "align_corners":
+        x = x * last / v.Max(made - 1, 1)
+    elif coordinates == "asymmetric":
+        x = x / factor
+    elif coordinates == "tf_crop_and_resize":
+        first = v.Where(v.Less(1, made), start * last, 0.5 * (start + end) * last)
+        x = first + x * (end - start) * last / v.Max(made - 1, 1)
     else:
-        taps = [(below + k, _cubic(np.abs(x - below - k), a)) for k in (-1, 0, 1, 2)]
-    matrix = np.zeros((len(x), size))
-    for index, weight in taps:
-        inside = (index >= 0) & (index < size)
-        kept = np.where(inside, weight, 0) if exclude_outside and mode == "cubic" else weight
-        np.add.at(matrix, (np.arange(len(x)), index.clip(0, size - 1).astype(int)), kept)
-    return matrix / matrix.sum(axis=1, keepdims=True) if exclude_outside and mode == "cubic" else matrix
+        x = (x + 0.5) / factor - 0.5
+        if coordinates == "pytorch_half_pixel":
+            x = x * v.Min(made - 1, 1)
+        elif coordinates == "half_pixel_symmetric":
+            x = 0.5 * size * (1 - made / (factor * size)) + x
+        elif coordinates != "half_pixel":
+            raise Unsupported(f"coordinate_transformation_mode={coordinates!r}")
+    x = v.Unsqueeze(x, [1])
+    matrix = kernel(v, x, v.Range(0.0, size, 1.0), last, factor)
+    if coordinates == "tf_crop_and_resize":
+        matrix = v.Where(v.Less(x, 0), 0, v.Where(v.Less(last, x), 0, matrix))
+    return matrix
 
 
-def _cubic(distance, a):
+def _nearest(v, x, at, last, factor, *, how):
+    """1 at the place that x is rounded to."""
+    if how == "floor":
+        x = v.Floor(x)
+    elif how == "ceil":
+        x = v.Ceil(x)
+    else:
+        x = v.Ceil(x - 0.5) if how == "round_prefer_floor" else v.Floor(x + 0.5)
+    return _tent(v, v.Max(v.Min(x, last), 0) - at)
+
+
+def _smooth(kernel, v, x, at, last, factor, *, radius, exclude_outside, antialias):
+    """The kernel at the distances from x, stretched by 1/factor against aliasing; the edges stand for what is beyond them."""
+    narrow = v.Min(factor, 1) if antialias else None
+
+    def weight(distance):
+        return kernel(v, distance * narrow if antialias else distance)
+
+    matrix = weight(x - at)
+    if not exclude_outside:
+        beyond = v.Range(1.0, v.Ceil(radius / narrow) + 1, 1.0) if antialias else np.arange(1, radius + 1, dtype=np.float32)
+        before = v.ReduceSum(weight(x + beyond), [1], keepdims=1)
+        after = v.ReduceSum(weight(x - last - beyond), [1], keepdims=1)
+        matrix = matrix + before * _tent(v, at) + after * _tent(v, at - last)
+    return matrix / v.ReduceSum(matrix, [1], keepdims=1) if exclude_outside or antialias else matrix
+
+
+def _tent(v, distance):
+    """1 - |d|, 0 beyond 1; of whole numbers 1 at 0 and else 0"""
+    return v.Max(1 - v.Abs(distance), 0)
+
+
+def _cubic(v, distance, *, a):
     """Keys' kernel (1981): (a+2)·d³ - (a+3)·d² + 1 for d < 1, a·d³ - 5a·d² + 8a·d - 4a for 1 <= d < 2"""
-    d = distance
+    d = v.Abs(distance)
     near = ((a + 2) * d - (a + 3)) * d * d + 1
     far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
-    return np.where(d < 1, near, np.where(d < 2, far, 0))
+    return v.Where(v.Less(d, 1), near, v.Where(v.Less(d, 2), far, 0))
 
 
 def _apply(op, g, axis, size, matrix):
-    """Mᵀ·g along one axis."""
+    """Mᵀ·g along one axis; ``size`` is what it becomes."""
     last = op.rank(g) - 1
+    m = op.const(matrix, like=g) if isinstance(matrix, np.ndarray) else op.cast(matrix, g)
     if axis == last:
-        return op.MatMul(g, op.const(matrix, like=g))
-    m = op.const(np.ascontiguousarray(matrix.T), like=g)
+        return op.MatMul(g, m)
+    m = op.const(np.ascontiguousarray(matrix.T), like=g) if isinstance(matrix, np.ndarray) else op.transpose_last(m)
     if axis == last - 1:
         return op.MatMul(m, g)
     before, after = range(axis), range(axis + 1, last + 1)
-    flat = op.Reshape(g, op.vector(-1, matrix.shape[0], op.dim(g, *after)))
+    made, rest = op.dim(g, axis), op.dim(g, *after)
+    flat = op.Reshape(g, op.vector(op.dim(g, *before), made, rest), allowzero=1)
     shape = op.vector(*(op.dim(g, a) for a in before), size, *(op.dim(g, a) for a in after))
-    return op.Reshape(op.MatMul(m, flat), shape)
+    return op.Reshape(op.MatMul(m, flat), shape, allowzero=1)
 
 
 @gradient(
@@ -134,7 +253,7 @@ def depth_to_space(op, input, doutput, *, blocksize, mode="DCR"):
     if mode == "DCR":
         return op.SpaceToDepth(doutput, blocksize=b, _like=input)
     n, _, h, w = (op.dim(input, a) for a in range(4))
-    split = op.Reshape(doutput, op.vector(n, -1, h, b, w, b))
+    split = op.Reshape(doutput, op.vector(n, op.dim(doutput, 1), h, b, w, b), allowzero=1)
     return op.reshape_like(op.Transpose(split, perm=[0, 1, 3, 5, 2, 4]), input)
 
 
