@@ -6,7 +6,7 @@ A loss is ``f(op, output, labels, *, options…) -> scalar``. Its keyword parame
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,7 +130,8 @@ class AttachLoss(Pass):
                 set_role(value, "data", of=value.name)
         terms = [(t, "as the recipe says") for t in c.recipe.loss] or [_recognise(c.graph)]
         outputs = {of(v): v for v in c.graph.outputs}
-        resolved = [(_resolve(t, outputs), why) for t, why in terms]
+        data = [of(v) for v in c.graph.inputs if role(v) == "data"]
+        resolved = [(_name_target(_resolve(t, outputs), data, list(outputs)), why) for t, why in terms]
         criterion = new_graph("criterion", c.target.opset, c.target.ir_version)
         criterion_inputs = {name: _copy_input(criterion.graph, v) for name, v in outputs.items()}
         total, c.losses = append_losses(c.graph, resolved, outputs, c)
@@ -162,8 +163,8 @@ def append_losses(
                     raise RecipeError(f"loss none: output {term.output!r} must be a scalar, it has {has}")
                 value = op.Reshape(output, np.array([], np.int64)) if rank(output) else output
             elif term.name in LOSSES:
-                key = _label_key(term, graph, targets)
-                value = _options_checked(term)(op, output, _label_input(graph, op, key, term, output, targets))
+                key = term.labels
+                value = _options_checked(term)(op, output, _label_input(graph, op, term, output, targets))
             else:
                 from ortc.passes.user_loss import append_user_loss
 
@@ -198,7 +199,7 @@ def _resolve(term: LossTerm, outputs: dict[str, ir.Value]) -> LossTerm:
     else:
         floats = [v for v in outputs.values() if is_float(v)]
         if not floats:
-            raise ModelError(f"the model has no floating-point output for a loss; there are {', '.join(outputs)}")
+            raise ModelError(_no_float_output(outputs.values()))
         output = floats[0]
     if not is_float(output):
         raise RecipeError(f"loss {term.name}: output {of(output)!r} is not floating point")
@@ -220,26 +221,34 @@ def _recognise(graph: ir.Graph) -> tuple[LossTerm, str]:
             reason = f"output {of(value)!r} of shape {list(shape)} looks like scores of {shape[-1]} classes"
             return LossTerm(name="cross_entropy", output=of(value)), reason
     if not floats:
-        raise ModelError(f"the model has no floating-point output: {', '.join(of(v) for v in graph.outputs)}")
+        raise ModelError(_no_float_output(graph.outputs))
     return LossTerm(name="mse", output=of(floats[0])), f"output {of(floats[0])!r} has no class dimension"
 
 
-def _label_key(term: LossTerm, graph: ir.Graph, targets: dict[str, ir.Value]) -> str:
-    """The name under which the batch holds the target."""
-    data = {of(v) for v in graph.inputs if role(v) in ("data", "output")}
-    if term.labels is not None:
-        if term.labels in data:
-            raise RecipeError(f"loss {term.name}: labels={term.labels!r} is a data input of the model; choose another name")
-        return term.labels
-    key = "labels"
-    while key in data:
+def _no_float_output(outputs: Iterable[ir.Value]) -> str:
+    has = ", ".join(f"{of(v)!r} ({v.dtype.name.lower() if v.dtype else 'of unknown type'})" for v in outputs)
+    return (
+        f"no output of the model is floating point, so no loss can be computed from it; there are {has}. "
+        "An integer-only or quantised model cannot be trained; export it in floating point."
+    )
+
+
+def _name_target(term: LossTerm, data: Sequence[str], outputs: Sequence[str]) -> LossTerm:
+    """The term with the name under which a batch holds its target: one that no input or output of the model has."""
+    if term.name not in LOSSES:
+        return term
+    for names, what in ((data, "a data input"), (outputs, "an output")):
+        if term.labels in names:
+            raise RecipeError(f"loss {term.name}: labels={term.labels!r} is {what} of the model; choose another name")
+    key = term.labels or "labels"
+    while key in data or key in outputs:
         key = f"{key}_target"
-    return key
+    return term.model_copy(update={"labels": key})
 
 
-def _label_input(
-    graph: ir.Graph, op: Builder, key: str, term: LossTerm, output: ir.Value, targets: dict[str, ir.Value]
-) -> ir.Value:
+def _label_input(graph: ir.Graph, op: Builder, term: LossTerm, output: ir.Value, targets: dict[str, ir.Value]) -> ir.Value:
+    key = term.labels
+    assert key is not None
     dtype = ir.DataType.INT64 if term.name in INTEGER_TARGETS else output.dtype
     shape = _target_shape(term, output)
     if key in targets:
