@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -263,17 +264,18 @@ def describe_plan(plan: Plan, output: Path) -> str:
     trained = plan.trainable()
     count = sum(_elements(p.shape) for p in trained)
     held = sum(_elements(p.shape) for p in plan.parameters)
+    folder = shlex.quote(str(output))
     lines = [f"{output}: training graphs of {plan.model} for {plan.target} (opset {plan.opset})"]
     for loss in plan.losses:
         target = f", targets in {loss.labels!r}" if loss.labels else ""
         lines.append(f"  loss        {loss.name} of output {loss.output!r}{target}: {loss.chosen} (--loss changes it)")
-    lines.append(f"  parameters  {len(trained)} train, {count:,} of {held:,} values (`ortc inspect {output}` lists them)")
+    lines.append(f"  parameters  {len(trained)} train, {count:,} of {held:,} values (`ortc inspect {folder}` lists them)")
     rate = plan.recipe.learning_rate
     lines.append(
         f"  optimizer   {plan.recipe.optimizer.name}, learning rate {rate.base:g}, {rate.schedule} (--optimizer, --lr)"
     )
     lines += [f"warning: {text}" for text in plan.warnings]
-    lines.append(f"next: ortc run {output} --data train.npz")
+    lines.append(f"next: ortc run {folder} --data train.npz")
     return "\n".join(lines)
 
 

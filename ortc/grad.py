@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,11 +51,18 @@ def load_batch(path: Path) -> dict[str, np.ndarray]:
     """The arrays of an ``.npz``; pickled objects are refused."""
     try:
         with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
+            return {name: _array(archive, name, path) for name in archive.files}
     except FileNotFoundError:
         raise DataError(f"there is no file {path}") from None
     except (OSError, ValueError, AttributeError) as error:
         raise DataError(f"{path} is not a usable .npz of plain arrays: {error}") from None
+
+
+def _array(archive: Mapping[str, np.ndarray], name: str, path: Path) -> np.ndarray:
+    try:
+        return archive[name]
+    except ValueError as error:
+        raise DataError(f"{path}: {name!r} is not an array of plain numbers: {error}") from None
 
 
 def _save(path: Path, arrays: dict[str, np.ndarray]) -> None:

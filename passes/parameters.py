@@ -21,6 +21,8 @@ from ortc.plan import ParameterInfo
 # Inputs that an operator updates while it trains, without a gradient: their initialisers are buffers.
 BUFFER_INPUTS = {"BatchNormalization": (3, 4)}
 
+FROZEN = "frozen by the recipe"
+
 # What PyTorch's dynamo exporter writes about each tensor of the exported program.
 TORCH_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 
@@ -138,7 +140,7 @@ class DecideTraining(Pass):
         if not active:
             update.update(trainable=False, reason="the loss does not depend on it")
         elif matches(p.name, globs.freeze):
-            update.update(trainable=False, reason="frozen by the recipe")
+            update.update(trainable=False, reason=FROZEN)
         elif p.name in globs.train:
             update.update(trainable=True, reason="named by the recipe")
         elif not p.trainable:
@@ -178,10 +180,12 @@ def _check_wrt(c: Compilation, name: str, by_name: dict[str | None, ir.Value], a
 
 def _nothing_trains(c: Compilation) -> str:
     reasons = [(p.name, p.reason) for p in c.parameters if not p.trainable] + c.constants
-    lines = ["the model has no trainable parameter."]
+    lines = ["the model has no trainable parameter" + (":" if reasons else ": it holds no weights at all.")]
     lines += [f"- {name}: {reason}" for name, reason in reasons[:12]]
     if len(reasons) > 12:
         lines.append(f"- … and {len(reasons) - 12} more")
     if not any(p.role == "parameter" for p in c.parameters) and c.constants:
         lines.append("An integer-only or quantised model cannot be trained; export it in floating point.")
+    if any(p.reason == FROZEN for p in c.parameters):
+        lines.append("Freeze less, or ask for the gradient of an input (--wrt INPUT).")
     return "\n".join(lines)

@@ -152,7 +152,7 @@ class Trainer:
         loss, _ = self._stage.train(fitted, seed=self.seed, step=number)
         norm = self._stage.gradient_norm()
         if not (np.isfinite(loss) and np.isfinite(norm)):
-            raise NotFiniteError(_describe_not_finite(number, loss, self._stage.gradients))
+            raise NotFiniteError(_describe_not_finite(number, loss, self._stage.gradients, fitted))
         self._stage.update(lr=lr, step=number)
         self.step_number = number
         return StepResult(number, loss, lr, norm, self.inputs.samples(fitted))
@@ -241,11 +241,12 @@ class Trainer:
             checkpoint.clean_up(self._checkpoints)
 
 
-def _describe_not_finite(step: int, loss: float, gradients: Mapping[str, np.ndarray]) -> str:
+def _describe_not_finite(step: int, loss: float, gradients: Mapping[str, np.ndarray], batch: Mapping[str, np.ndarray]) -> str:
+    damaged = [name for name, a in batch.items() if a.dtype.kind == "f" and not np.isfinite(a).all()]
+    advice = "try a lower learning rate, a warm-up, or look at this batch"
+    if damaged:
+        advice = f"the batch itself holds NaN or infinity, in {', '.join(map(repr, damaged))}"
     bad = [name for name, g in gradients.items() if not np.isfinite(g).all()]
     shown = ", ".join(map(repr, bad[:10])) + (f" and {len(bad) - 10} more" if len(bad) > 10 else "")
     which = f"not finite are the gradients of {shown}" if bad else "all gradients are finite"
-    return (
-        f"step {step}: the loss is {loss:g}; {which}. The weights are those of step {step - 1}: "
-        "try a lower learning rate, a warm-up, or look at this batch"
-    )
+    return f"step {step}: the loss is {loss:g}; {which}. The weights are those of step {step - 1}: {advice}"
