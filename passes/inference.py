@@ -436,6 +436,14 @@ def _split(inference: ShapeInference, node: ir.Node) -> None:
         at += length[0]
 
 
+@_rule("MeanVarianceNormalization")
+def _as_input(inference: ShapeInference, node: ir.Node) -> None:
+    """The shape of the input; ONNX infers none where the axes are left out."""
+    shape = _input_dims(node, 0)
+    if shape is not None:
+        inference.refine(node.outputs[0], shape)
+
+
 _entries_of_reshape = _RULES["", "Reshape"]
 
 

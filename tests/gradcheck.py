@@ -100,6 +100,55 @@ class ConvTranspose(OpRun):
         return (full if B is None else full + B.reshape(-1, *[1] * n),)
 
 
+class LpNormalization(OpRun):
+    """ONNX's reference takes the 1-norm without absolute values."""
+
+    def _run(self, x, axis=-1, p=2):  # type: ignore[no-untyped-def]
+        return (x / (np.abs(x) ** p).sum(axis=axis, keepdims=True) ** (1 / p),)
+
+
+class GlobalLpPool(OpRun):
+    """ONNX has no reference of it."""
+
+    def _run(self, x, p=2):  # type: ignore[no-untyped-def]
+        return ((np.abs(x) ** p).sum(axis=tuple(range(2, x.ndim)), keepdims=True) ** (1 / p),)
+
+
+class LpPool(OpRun):
+    """ONNX's reference loses the windows that begin inside and end outside; this follows the spec, for explicit pads."""
+
+    def _run(self, x, *, auto_pad, ceil_mode, dilations, kernel_shape, p, pads, strides):  # type: ignore[no-untyped-def]
+        assert auto_pad in (None, "NOTSET")
+        n = x.ndim - 2
+        strides, dilations, pads = strides or [1] * n, dilations or [1] * n, pads or [0] * 2 * n
+        span = [a + b - (k - 1) * d - 1 for a, b, k, d in zip(pads, pads[n:], kernel_shape, dilations, strict=False)]
+        made = [-(-(i + a) // s) if ceil_mode else (i + a) // s for i, a, s in zip(x.shape[2:], span, strides, strict=True)]
+        full = np.pad(np.abs(x) ** p, [(0, 0)] * 2 + [(a, b + s) for a, b, s in zip(pads, pads[n:], strides, strict=False)])
+        total = np.zeros((*x.shape[:2], *(m + 1 for m in made)))
+        for place in np.ndindex(*kernel_shape):
+            at = [slice(j * d, j * d + s * m + 1, s) for j, d, s, m in zip(place, dilations, strides, made, strict=True)]
+            total += full[(slice(None), slice(None), *at)]
+        return (total ** (1 / p),)
+
+
+class MeanVarianceNormalization(OpRun):
+    """ONNX's reference mixes element types."""
+
+    def _run(self, x, axes=(0, 2, 3)):  # type: ignore[no-untyped-def]
+        mean, deviation = (f(x, axis=tuple(axes), keepdims=True) for f in (np.mean, np.std))
+        return ((x - mean) / (deviation + 1e-9),)
+
+
+class LRN(OpRun):
+    """ONNX's reference counts the batch as the channels."""
+
+    def _run(self, x, alpha=1e-4, beta=0.75, bias=1.0, size=None):  # type: ignore[no-untyped-def]
+        before, channels = (size - 1) // 2, x.shape[1]
+        windows = [slice(max(c - before, 0), c - before + size) for c in range(channels)]
+        squares = np.stack([(x[:, w] ** 2).sum(axis=1) for w in windows], axis=1)
+        return (x / (bias + alpha / size * squares) ** beta,)
+
+
 class Scan(StandardScan):
     """ONNX's reference walks forwards only; this follows the spec along the first axis."""
 
@@ -209,7 +258,22 @@ def _activations(names: Sequence[str], attributes: Mapping[str, Any]) -> list[Ca
     return found
 
 
-REPLACED = [LSTM, GRU, RNN, Scan, ConvTranspose, Erf, Gelu, Pad, GatherElements]
+REPLACED = [
+    LpNormalization,
+    GlobalLpPool,
+    LpPool,
+    MeanVarianceNormalization,
+    LRN,
+    LSTM,
+    GRU,
+    RNN,
+    Scan,
+    ConvTranspose,
+    Erf,
+    Gelu,
+    Pad,
+    GatherElements,
+]
 
 
 def check_sample(key: OpKey, sample: Mapping[str, Any]) -> None:
