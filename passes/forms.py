@@ -25,6 +25,7 @@ class InferenceTemplate(Pass):
     def run(self, c: Compilation) -> None:
         template = c.model.clone()
         to_inference(template.graph)
+        template.ir_version = max(template.ir_version, 4)  # before, every weight had to be an input as well
         c.graphs["export"] = template
 
 
