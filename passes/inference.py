@@ -444,6 +444,16 @@ def _as_input(inference: ShapeInference, node: ir.Node) -> None:
         inference.refine(node.outputs[0], shape)
 
 
+@_rule("MaxUnpool")
+def _max_unpool(inference: ShapeInference, node: ir.Node) -> None:
+    """ONNX infers nothing where the shape is an input."""
+    have, want = _input_dims(node, 0), inference.integers(_input(node, 2))
+    if want is not None:
+        inference.refine(node.outputs[0], list(want))
+    elif have is not None and _input(node, 2) is not None:
+        inference.refine(node.outputs[0], [None] * len(have))
+
+
 _entries_of_reshape = _RULES["", "Reshape"]
 
 

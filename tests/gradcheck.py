@@ -100,6 +100,15 @@ class ConvTranspose(OpRun):
         return (full if B is None else full + B.reshape(-1, *[1] * n),)
 
 
+class AffineGrid(OpRun):
+    """ONNX's reference rounds to float32."""
+
+    def _run(self, theta, size, align_corners=0):  # type: ignore[no-untyped-def]
+        lines = [np.linspace(-1, 1, n) if align_corners else (2 * np.arange(n) + 1) / n - 1 for n in size[2:]]
+        places = np.meshgrid(*lines, indexing="ij")[::-1]
+        return (np.einsum("nij,j...->n...i", theta, np.stack([*places, np.ones_like(places[0])])),)
+
+
 class LpNormalization(OpRun):
     """ONNX's reference takes the 1-norm without absolute values."""
 
@@ -259,6 +268,7 @@ def _activations(names: Sequence[str], attributes: Mapping[str, Any]) -> list[Ca
 
 
 REPLACED = [
+    AffineGrid,
     LpNormalization,
     GlobalLpPool,
     LpPool,

@@ -261,3 +261,64 @@ def depth_to_space(op, input, doutput, *, blocksize, mode="DCR"):
 def space_to_depth(op, input, doutput, *, blocksize):
     """The inverse rearrangement"""
     return op.DepthToSpace(doutput, blocksize=blocksize, mode="DCR", _like=input)
+
+
+@gradient(
+    "MaxUnpool",
+    wrt="X",
+    samples=(
+        {"X": (1, 1, 2, 2), "I": np.array([[[[5, 2], [8, 15]]]]), "kernel_shape": [2, 2], "strides": [2, 2], "_static": True},
+        {
+            **{"X": (1, 2, 3), "I": np.array([[[0, 4, 7], [9, 6, 2]]]), "output_shape": np.array([1, 2, 6])},
+            **{"kernel_shape": [2], "strides": [2], "_static": True},
+        },
+    ),
+)
+def max_unpool(op, X, I, doutput, *, kernel_shape, pads=None, strides=None):  # noqa: E741 - the operator's own name
+    """dY at the indices, which count through the whole output"""
+    return op.Gather(op.Reshape(doutput, [-1]), I, axis=0, _like=X)
+
+
+@gradient(
+    "Col2Im",
+    wrt="input",
+    samples=(
+        {"input": (2, 8, 12), "image_shape": np.array([4, 5]), "block_shape": np.array([2, 2]), "_static": True},
+        {
+            **{"input": (1, 12, 9), "image_shape": np.array([5, 6]), "block_shape": np.array([3, 2]), "_static": True},
+            **{"pads": [1, 0, 1, 1], "strides": [2, 2], "dilations": [1, 2]},
+        },
+    ),
+)
+def col2im(op, input, block_shape, doutput, *, dilations=None, pads=None, strides=None):
+    """The blocks of dY again: a convolution of each channel with one kernel per place of the block"""
+    block = op.constant(block_shape)
+    if block is None:
+        raise Unsupported("block_shape is not constant")
+    if block.size != 2:
+        raise Unsupported("an image of other than two dimensions, which ONNX Runtime puts together wrongly")
+    places = int(np.prod(block))
+    pick = op.const(np.eye(places).reshape(places, 1, *block), like=doutput)
+    channels = op.vector(op.dim(doutput, 0, 1), 1, *(op.dim(doutput, a) for a in range(2, op.rank(doutput))))
+    image = op.Reshape(doutput, channels, allowzero=1)
+    blocks = op.Conv(image, pick, pads=pads, strides=strides, dilations=dilations)
+    return op.reshape_like(blocks, input)
+
+
+@gradient(
+    "AffineGrid",
+    wrt="theta",
+    samples=(
+        {"theta": (2, 2, 3), "size": np.array([2, 1, 3, 4])},
+        {"theta": (1, 3, 4), "size": np.array([1, 2, 3, 2, 4]), "align_corners": 1},
+    ),
+)
+def affine_grid(op, theta, size, dgrid, *, align_corners=0):
+    """grid = (coordinates, 1)·θᵀ:  dθ = dgridᵀ·(coordinates, 1), the coordinates those that the identity gives"""
+    n = op.rank(dgrid) - 2
+    identity = op.const(np.eye(n, n + 1)[None], like=dgrid)
+    one = op.Concat([1], op.Slice(size, [1], [n + 2], [0]), axis=0)
+    coordinates = op.Reshape(op.AffineGrid(identity, one, align_corners=align_corners), [-1, n])
+    d = op.Reshape(dgrid, op.vector(op.dim(dgrid, 0), op.dim(dgrid, *range(1, n + 1)), n), allowzero=1)
+    turned = op.MatMul(op.transpose_last(d), coordinates)
+    return op.Concat(turned, op.Unsqueeze(op.ReduceSum(d, [1], keepdims=0), [2]), axis=2, _like=theta)
