@@ -6,7 +6,8 @@ An optimizer is ``f(op, p, g, state, t, *, options…) -> new p``. It is called 
 * ``state(slot)`` is the optimizer's state of that name: zeros before the first step. ``state.update(slot, value)`` says
   what it becomes;
 * ``t`` holds the scalars that all parameters share: ``t.step`` (1 at the first update) and ``t.lr``, in float64, so that
-  bias corrections such as 1 - 0.999^1 keep their digits; ``t.number(x, like)`` rounds one to a parameter's type.
+  bias corrections such as 1 - 0.999^1 keep their digits; ``t.number(x, like)`` rounds one to a parameter's type. What is
+  computed from them alone stands under ``with t.shared():``, which names it for all parameters.
 
 ``weight_decay`` arrives as the parameter's own (0 for biases and norms, a group's where one matches), ``t.lr`` as its
 group's. Each output may share its input's memory: nothing may read a parameter or state after its new value is made.
@@ -14,7 +15,8 @@ group's. Each output may share its input's memory: nothing may read a parameter 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -59,16 +61,19 @@ def adamw(op, p, g, state, t, *, weight_decay=0.01, beta1=0.9, beta2=0.999, epsi
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101): Adam with decoupled weight decay, p *= 1 - lr·λ first"""
     step = _adam_step(op, p, g, state, t, beta1, beta2, epsilon)
     if weight_decay:
-        p = p * t.number(1.0 - t.lr * weight_decay, p)
+        with t.shared():
+            keep = t.number(1.0 - t.lr * weight_decay, p)
+        p = p * keep
     return p - step
 
 
 def _adam_step(op, p, g, state, t, beta1, beta2, epsilon):
     m = state.update("exp_avg", beta1 * state("exp_avg") + (1 - beta1) * g)
     v = state.update("exp_avg_sq", beta2 * state("exp_avg_sq") + (1 - beta2) * (g * g))
-    correction = op.Sqrt(1.0 - op.Pow(op.const(beta2, like=t.step), t.step))
-    size = t.number(t.lr / (1.0 - op.Pow(op.const(beta1, like=t.step), t.step)), p)
-    return size * (m / (op.Sqrt(v) * t.number(1.0 / correction, p) + epsilon))
+    with t.shared():
+        size = t.number(t.lr / (1.0 - op.Pow(op.const(beta1, like=t.step), t.step)), p)
+        correction = t.number(1.0 / op.Sqrt(1.0 - op.Pow(op.const(beta2, like=t.step), t.step)), p)
+    return size * (m / (op.Sqrt(v) * correction + epsilon))
 
 
 @optimizer("lamb")
@@ -79,8 +84,9 @@ def lamb(op, p, g, state, t, *, weight_decay=0.01, beta1=0.9, beta2=0.999, epsil
     """
     m = state.update("exp_avg", beta1 * state("exp_avg") + (1 - beta1) * g)
     v = state.update("exp_avg_sq", beta2 * state("exp_avg_sq") + (1 - beta2) * (g * g))
-    first = t.number(1.0 / (1.0 - op.Pow(op.const(beta1, like=t.step), t.step)), p)
-    second = t.number(1.0 / (1.0 - op.Pow(op.const(beta2, like=t.step), t.step)), p)
+    with t.shared():
+        first = t.number(1.0 / (1.0 - op.Pow(op.const(beta1, like=t.step), t.step)), p)
+        second = t.number(1.0 / (1.0 - op.Pow(op.const(beta2, like=t.step), t.step)), p)
     r = (m * first) / (op.Sqrt(v * second) + epsilon)
     if weight_decay:
         r = r + weight_decay * p
@@ -103,7 +109,11 @@ class _Scalars:
     lr: ir.Value
 
     def number(self, scalar: ir.Value, like: ir.Value) -> ir.Value:
-        return self.op.cast(scalar, like)
+        with self.shared():
+            return self.op.cast(scalar, like)
+
+    def shared(self) -> AbstractContextManager[None]:
+        return self.op.scope("scalars", pass_="optimizer")
 
 
 @dataclass
@@ -171,8 +181,9 @@ def _scalars(op: Builder) -> _Scalars:
     lr = ir.Value(name=op.names.fresh("lr"), type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(()))
     for value, what in ((step, "step"), (lr, "lr")):
         op.graph.inputs.append(set_role(value, "scalar", of=what))
-    with op.scope("scalars", pass_="optimizer"):
-        return _Scalars(op, op.Cast(step, to=_DOUBLE), op.Cast(lr, to=_DOUBLE))
+    scalars = _Scalars(op, step, lr)
+    with scalars.shared():
+        return replace(scalars, step=op.Cast(step, to=_DOUBLE), lr=op.Cast(lr, to=_DOUBLE))
 
 
 def _input(op: Builder, name: str, like: ir.Value) -> ir.Value:
@@ -190,7 +201,8 @@ def _update(
     options, lr_scale = _options(declared, c, info)
     state = _State(op, p)
     with op.scope(info.name, origin=info.name, rule=declared.name, pass_="optimizer"):
-        lr = scalars.lr if lr_scale == 1 else scalars.lr * lr_scale
+        with scalars.shared():
+            lr = scalars.lr if lr_scale == 1 else scalars.lr * lr_scale
         updated = declared.function(op, p, g, state, _Scalars(op, scalars.step, lr), **options)
     updated.name = op.names.fresh(f"{info.name}.new")
     updated.shape = p.shape

@@ -24,7 +24,9 @@ def _factors(op, labels, weights, dloss, ignore_index, reduction):
         labels = op.where(valid, labels, 0, like=labels)
     weight = None if weights is None else op.Gather(weights, labels)
     if reduction == "mean":
-        counted = weight if valid is None else op.where(valid, 1 if weight is None else weight, 0, like=dloss)
+        counted = weight
+        if valid is not None:
+            counted = op.cast(valid, dloss) if weight is None else op.where(valid, weight, 0, like=dloss)
         dloss = dloss / (op.size(labels, like=dloss) if counted is None else op.ReduceSum(counted, keepdims=0))
     factor = dloss if weight is None else dloss * weight
     return labels, factor if valid is None else op.where(valid, factor, 0, like=dloss)
