@@ -19,8 +19,12 @@ class Target(BaseModel):
     opset: int = Field(description="the highest opset of the ONNX standard that it loads")
     ir_version: int = Field(description="the highest IR version that it loads")
     kernels: dict[str, list[str]] = Field(
-        default_factory=dict, description="operators beyond the standard, by domain::name, with the types they have"
+        default_factory=dict, description="operators with a lowering that stay as they are, by domain::name, and their types"
     )
+
+    def keeps(self, domain: str, op_type: str, dtype: str) -> bool:
+        """Whether the target's own kernel is taken for this operator and element type."""
+        return dtype in self.kernels.get(f"{domain}::{op_type}" if domain else op_type, ())
 
 
 def target_names() -> list[str]:

@@ -16,6 +16,7 @@ from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
 from ortc.passes.sequences import resolve_sequences
 from ortc.passes.sharing import tie_copies, unmerge
 from ortc.rules import GRADIENTS, LOWERINGS, Unsupported, node_key
+from ortc.target import Target
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,13 @@ class Lower(Pass):
     def run(self, c: Compilation) -> None:
         for phase in ("train", "eval", "criterion"):
             graph = c.graphs[phase].graph
-            lower(graph, [n for n in graph if node_key(n) in LOWERINGS])
+            lower(graph, [n for n in graph if node_key(n) in LOWERINGS and not keeps(c.target, n)])
+
+
+def keeps(target: Target, node: ir.Node) -> bool:
+    """Whether the target runs the node quicker than its lowering."""
+    dtype = next((v.dtype for v in node.inputs if v is not None and v.dtype is not None), ir.DataType.FLOAT)
+    return target.keeps(node.domain, node.op_type, dtype.numpy().name)
 
 
 def lower(graph: ir.Graph, nodes: Sequence[ir.Node]) -> None:
@@ -119,7 +126,8 @@ def _lower_node(op: Builder, node: ir.Node) -> None:
         except Unsupported:
             return
     for old, new in zip(node.outputs, made, strict=False):
-        take_place(old, new)
+        if new is not None:
+            take_place(old, new)
     op.graph.remove(node, safe=True)
 
 

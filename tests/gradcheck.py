@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import packages_distributions
+from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,8 +25,9 @@ from onnx.reference.ops.op_scan import Scan as StandardScan
 from ortc.autodiff import loss_gradients
 from ortc.graph.builder import Builder
 from ortc.passes.inference import infer_shapes
-from ortc.passes.pipeline import lower
+from ortc.passes.pipeline import keeps, lower
 from ortc.rules import GRADIENTS, LOWERINGS, GradientRule, OpKey, load_declarations, node_key
+from ortc.target import Target, load_target
 
 load_declarations("ortc.passes.lowerings")
 
@@ -309,13 +312,25 @@ def check_sample(key: OpKey, sample: Mapping[str, Any]) -> None:
         assert abs(exact - numeric) <= 2e-6 * scale, f"{key} {dict(sample)} d{name}: {exact} against {numeric}"
 
     # A sample that is _static has an operator whose output ONNX gives no rank unless every size is known.
-    for symbolic in (False,) if sample.get("_static") is True else (False, True):
-        model = gradient_model(node, arrays, weights, wanted, np.float32, symbolic)
+    for symbolic, target in product((False,) if sample.get("_static") is True else (False, True), TARGETS):
+        model = gradient_model(node, arrays, weights, wanted, np.float32, symbolic, target)
         for name, got in zip(wanted, _runtime(model, arrays), strict=True):
             want = gradients[name]
             scale = max(1.0, float(np.abs(want).max(initial=0)))
             assert got.shape == want.shape
-            assert np.abs(got - want).max(initial=0) <= 2e-5 * scale, f"{key} {dict(sample)} d{name}, symbolic={symbolic}"
+            where = f"{key} {dict(sample)} d{name}, symbolic={symbolic}, target {target.name}"
+            assert np.abs(got - want).max(initial=0) <= 2e-5 * scale, where
+
+
+def installed_targets() -> list[Target]:
+    """The targets whose graphs the installed ONNX Runtime runs."""
+    found = {name.lower() for name in packages_distributions().get("onnxruntime", [])}
+    return [
+        load_target(n) for n in ("onnxruntime", "ort-training") if n == "onnxruntime" or "onnxruntime-training-cpu" in found
+    ]
+
+
+TARGETS = installed_targets()
 
 
 def instantiate(rule: GradientRule, sample: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], onnx.NodeProto]:
@@ -377,8 +392,12 @@ def gradient_model(
     wanted: list[str],
     dtype: Any,
     symbolic: bool = False,
+    target: Target | None = None,
 ) -> onnx.ModelProto:
-    """The gradients of Σ weights·outputs with respect to ``wanted``, built by the engine."""
+    """The gradients of Σ weights·outputs with respect to ``wanted``, built by the engine and lowered to a target.
+
+    Without a target only what ONNX does not define is lowered, for its reference evaluator.
+    """
     model = ir.from_proto(node_model(node, arrays, dtype, symbolic))
     if any(v.type is None or v.shape is None for v in model.graph.outputs):
         infer_shapes(model)
@@ -393,11 +412,11 @@ def gradient_model(
         loss = terms[0] if len(terms) == 1 else op.Sum(*terms)
     by_name = {v.name: v for v in graph.inputs}
     gradients = loss_gradients(op, loss, [by_name[n] for n in wanted])
-    if dtype == np.float32:
-        lower(graph, [n for n in graph if node_key(n) in LOWERINGS])
     graph.outputs.clear()
     with op.scope("zero"):
         graph.outputs.extend(gradients[by_name[n]] if by_name[n] in gradients else op.zeros_like(by_name[n]) for n in wanted)
+    known = [n for n in graph if node_key(n) in LOWERINGS]
+    lower(graph, [n for n in known if (n.domain if target is None else not keeps(target, n))])
     proto = ir.to_proto(model)
     onnx.checker.check_model(proto)
     return proto

@@ -67,7 +67,7 @@ class Builder:
         op_type: str,
         *inputs: Operand,
         _domain: str = "",
-        _outputs: int | Sequence[ir.Value] = 1,
+        _outputs: int | Sequence[ir.Value | None] = 1,
         _like: ir.Value | None = None,
         **attributes: Any,
     ) -> Any:
@@ -78,14 +78,15 @@ class Builder:
             inputs: operands, see the module's text.
             _domain: the operator's domain; "" is the ONNX standard.
             _outputs: how many outputs to make; a single one is returned bare, several as a tuple. Or the outputs themselves,
-                without names, with types and shapes that need no inference.
+                without names, with types and shapes that need no inference; None leaves an optional one out.
             _like: the first output has this value's type and shape (where inference cannot know).
             attributes: the operator's attributes; None leaves one out.
         """
         values = self._operands(op_type, _domain, inputs)
         name = self.names.fresh(f"{self._prefix}/{op_type}" if self._prefix else op_type)
-        outputs = [ir.Value() for _ in range(_outputs)] if isinstance(_outputs, int) else list(_outputs)
-        for i, output in enumerate(outputs):
+        made = [ir.Value() for _ in range(_outputs)] if isinstance(_outputs, int) else _outputs
+        outputs = [ir.Value(name="") if v is None else v for v in made]
+        for i, output in enumerate(v for v in made if v is not None):
             output.name = name if i == 0 else self.names.fresh(f"{name}.{i}")
         node = ir.Node(
             _domain,

@@ -1,4 +1,8 @@
-"""Activations and the softmax family."""
+"""Activations and the softmax family.
+
+Where a gradient passes or stops, it is multiplied with the condition as a number: ONNX Runtime's Where takes seven times as
+long (6.4 M elements, two threads, 1.19.2: 26 against 3.6 ms; the training kernel ReluGrad 26 ms).
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,14 @@ _AXES = ({"input": (2, 3, 4)}, {"input": (2, 3, 4), "axis": 1}, {"input": (3,), 
 @gradient("Relu", samples=_X)
 def relu(op, Y, dY):
     """dX = dY where Y > 0, else 0 (0 at the kink)"""
-    return op.where(op.Greater(Y, op.const(0, like=Y)), dY, 0, like=dY)
+    return dY * op.cast(op.Greater(Y, op.const(0, like=Y)), dY)
 
 
 @gradient("LeakyRelu", samples=(*_X, {"X": _POINTS, "alpha": 0.2}))
 def leaky_relu(op, X, dY, *, alpha=0.01):
     """dX = dY where X > 0, else α·dY"""
-    return op.where(op.Greater(X, op.const(0, like=X)), dY, float(alpha) * dY, like=dY)
+    positive = op.cast(op.Greater(X, op.const(0, like=X)), dY)
+    return dY * (float(alpha) + (1 - float(alpha)) * positive)
 
 
 @gradient("PRelu", samples=({"X": _POINTS, "slope": (3,)}, {"X": (2, 3, 4), "slope": (3, 1)}))

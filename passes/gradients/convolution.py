@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+import onnx_ir as ir
+
+from ortc.graph.shapes import dims
 from ortc.rules import Unsupported, gradient
 
 _SAMPLES = (
@@ -18,6 +22,7 @@ _SAMPLES = (
     },
     {"X": (1, 3, 7, 6), "_static": "X W", "W": (3, 1, 3, 3), "group": 3, "auto_pad": "SAME_UPPER", "strides": [2, 2]},
     {"X": (2, 3, 4, 4), "_static": "W", "W": (5, 3, 1, 1)},
+    {"X": (1, 32, 14, 14), "_static": True, "W": (32, 32, 3, 3), "pads": [1, 1, 0, 2]},
     {"X": (1, 2, 4, 3, 5), "_static": "W", "W": (2, 2, 2, 2, 2), "strides": [2, 1, 3]},
 )
 
@@ -67,14 +72,38 @@ def conv(op, X, W, dY, *, auto_pad="NOTSET", dilations=None, group=1, kernel_sha
         raise Unsupported("the kernel's size is unknown")
     pads, strides, dilations = window(op, X, kernel, auto_pad, pads, strides, dilations)
     dX = _input_gradient(op, X, W, dY, kernel, group, pads, strides, dilations)
-    dW = weight_gradient(op, X, W, dY, group, pads, strides, dilations)
+    dW = weight_gradient(op, dY, X, W, group, pads, strides, dilations)
     return dX, dW, op.ReduceSum(dY, [0, *range(2, op.rank(dY))], keepdims=0)
+
+
+def weight_gradient(op, dY, X, W, group, pads, strides, dilations):
+    """The second output of the training kernel ConvGrad; passes/lowerings/convolution.py has it for targets without."""
+    kernel = [int(k) for k in op.dims(W)[2:]]
+    window = {"pads": pads, "strides": strides, "dilations": dilations, "kernel_shape": kernel, "group": group}
+    outputs = [None, ir.Value(type=W.type, shape=W.shape)]
+    return op.ConvGrad(dY, X, W, _domain="com.microsoft", _outputs=outputs, **window)[1]
+
+
+def _flipping_pays(W, sizes, kernel, group, pads, strides, dilations):
+    """Whether dX is quicker as a Conv with the weights turned round than as a ConvTranspose.
+
+    Measured with two threads (ONNX Runtime 1.19.2), 3x3, batch 8: 64 channels of 56² 4.9 against 9.0 ms, 128 of 28² 4.5 against
+    6.7, but 512 of 7² no quicker, and with few channels slower: 16 of 14² (5x5) 0.95 against 0.38.
+    """
+    plain = group == 1 and all(v == 1 for v in (*strides, *dilations))
+    fits = all(p <= k - 1 for k, p in zip([*kernel, *kernel], pads, strict=True))
+    large = all(isinstance(d, int) and d >= 14 for d in sizes) and all(isinstance(c, int) and c >= 32 for c in dims(W)[:2])
+    return plain and fits and large and any(k > 1 for k in kernel)
 
 
 def _input_gradient(op, X, W, dY, kernel, group, pads, strides, dilations):
     """A ConvTranspose; what a stride left over at the end of X gets no gradient."""
     n = len(kernel)
     sizes, made = op.dims(X)[2:], op.dims(dY)[2:]
+    if _flipping_pays(W, sizes, kernel, group, pads, strides, dilations):
+        flipped = op.Slice(W, [-1] * n, [np.iinfo(np.int64).min] * n, list(range(2, n + 2)), [-1] * n)
+        weights = op.Transpose(flipped, perm=[1, 0, *range(2, n + 2)])
+        return op.Conv(dY, weights, pads=[k - 1 - p for k, p in zip([*kernel, *kernel], pads, strict=True)], _like=X)
     shared = {"group": group, "strides": strides, "dilations": dilations, "kernel_shape": list(kernel)}
     if all(isinstance(d, int) for d in (*sizes, *made)):
         rest = [
@@ -88,40 +117,3 @@ def _input_gradient(op, X, W, dY, kernel, group, pads, strides, dilations):
     out = fit(op, whole, X, [s - 1 for s in strides])
     out.shape = X.shape
     return out
-
-
-def weight_gradient(op, X, W, dY, group, pads, strides, dilations):
-    """The convolution of X [C, N, …] by dY [M, N, …] with strides and dilations exchanged, cut to the kernel's size.
-
-    Groups are made groups of that convolution: X as [C/g, g·N, …], dY as [g·M/g, N, …].
-    """
-    spatial = list(range(2, op.rank(X)))
-    if group == 1:
-        x = op.Transpose(X, perm=[1, 0, *spatial])
-    else:
-        split = op.Reshape(X, op.vector(op.dim(X, 0), group, -1, *(op.dim(X, a) for a in spatial)))
-        x = op.Transpose(split, perm=[2, 1, 0, *(a + 1 for a in spatial)])
-        x = op.Reshape(x, op.vector(op.dim(W, 1), -1, *(op.dim(X, a) for a in spatial)))
-    y = op.Transpose(dY, perm=[1, 0, *spatial])
-    out = op.Conv(x, y, group=group, pads=pads, strides=dilations, dilations=strides)
-    if not _exact(op, X, dY, W, pads, strides, dilations):
-        kernel = [int(k) for k in op.dims(W)[2:]]
-        out = op.Slice(out, [0] * len(kernel), kernel, spatial)
-    dW = op.Transpose(out, perm=[1, 0, *spatial])
-    dW.shape = W.shape
-    return dW
-
-
-def _exact(op, X, dY, W, pads, strides, dilations):
-    """Whether no stride leaves anything over, so that nothing must be cut."""
-    n = len(strides)
-    for i, (size, out, k, s, d) in enumerate(
-        zip(op.dims(X)[2:], op.dims(dY)[2:], op.dims(W)[2:], strides, dilations, strict=True)
-    ):
-        if s == 1 and d == 1:
-            continue
-        if not isinstance(size, int) or not isinstance(out, int):
-            return False
-        if (size + pads[i] + pads[n + i] - (out - 1) * s - 1) // d + 1 != k:
-            return False
-    return True

@@ -261,9 +261,9 @@ def where(op, condition, X, Y, doutput):
 @gradient("Clip", wrt="input", samples=({"input": _UNIT, "min": np.array(-0.5), "max": np.array(0.6)}, {"input": _UNIT}))
 def clip(op, input, min, max, doutput):
     """dX = dY inside the bounds (both included, as PyTorch), else 0; the bounds themselves get no gradient"""
-    for bound, outside in ((min, op.Less), (max, op.Greater)):
+    for bound, inside in ((min, op.GreaterOrEqual), (max, op.LessOrEqual)):
         if bound is not None:
-            doutput = op.where(outside(input, bound), 0, doutput, like=input)
+            doutput = doutput * op.cast(inside(input, bound), doutput)
     return doutput
 
 

@@ -49,7 +49,7 @@ def conv_transpose(
     pads = list(pads or [0] * 2 * n)
     dX = op.Conv(dY, W, group=group, pads=pads, strides=strides, dilations=dilations)
     dX.shape = X.shape
-    return dX, weight_gradient(op, dY, W, X, group, pads, strides, dilations), db
+    return dX, weight_gradient(op, X, dY, W, group, pads, strides, dilations), db
 
 
 def _shared_out(totals, auto_pad):
