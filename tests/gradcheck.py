@@ -7,6 +7,7 @@ symbolic, where the gradient graph must give the float64 values again.
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -110,6 +111,45 @@ class AffineGrid(OpRun):
         lines = [np.linspace(-1, 1, n) if align_corners else (2 * np.arange(n) + 1) / n - 1 for n in size[2:]]
         places = np.meshgrid(*lines, indexing="ij")[::-1]
         return (np.einsum("nij,j...->n...i", theta, np.stack([*places, np.ones_like(places[0])])),)
+
+
+class GridSample(OpRun):
+    """ONNX's reference rounds to float32; this follows the spec, one point after the other."""
+
+    def _run(self, X, grid, align_corners=0, mode="linear", padding_mode="zeros"):  # type: ignore[no-untyped-def]
+        Y = np.zeros((*X.shape[:2], *grid.shape[1:-1]))
+        for b, *point in np.ndindex(*grid.shape[:-1]):
+            taps = []
+            for g, size in zip(grid[(b, *point)][::-1], X.shape[2:], strict=True):
+                x = (g + 1) * (size - 1) / 2 if align_corners else ((g + 1) * size - 1) / 2
+                low, high = (0, size - 1) if align_corners else (-0.5, size - 0.5)
+                found = [(_placed(i, size, low, high, padding_mode), w) for i, w in _around(x, mode)]
+                taps.append([(i, w) for i, w in found if 0 <= i < size])
+            for chosen in itertools.product(*taps):
+                places, weights = zip(*chosen, strict=True)
+                Y[(b, slice(None), *point)] += math.prod(weights) * X[(b, slice(None), *places)]
+        return (Y,)
+
+
+def _around(x: float, mode: str) -> list[tuple[int, float]]:
+    """The places around x that GridSample reads, and how much of each."""
+    if mode == "nearest":
+        return [(round(x), 1.0)]
+    at, a = math.floor(x), -0.75
+    t = x - at
+    if mode == "linear":
+        return [(at, 1 - t), (at + 1, t)]
+    near, far = lambda d: (a + 2) * d**3 - (a + 3) * d**2 + 1, lambda d: a * d**3 - 5 * a * d**2 + 8 * a * d - 4 * a
+    return [(at - 1, far(1 + t)), (at, near(t)), (at + 1, near(1 - t)), (at + 2, far(2 - t))]
+
+
+def _placed(i: int, size: int, low: float, high: float, padding_mode: str) -> int:
+    """What stands for a place outside of the image."""
+    if padding_mode == "border" or (padding_mode == "reflection" and low == high):
+        return min(max(i, 0), size - 1)
+    while padding_mode == "reflection" and not low <= i <= high:
+        i = int(2 * (low if i < low else high) - i)
+    return i
 
 
 class LpNormalization(OpRun):
@@ -271,6 +311,7 @@ def _activations(names: Sequence[str], attributes: Mapping[str, Any]) -> list[Ca
 
 
 REPLACED = [
+    GridSample,
     AffineGrid,
     LpNormalization,
     GlobalLpPool,

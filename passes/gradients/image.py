@@ -322,3 +322,96 @@ def affine_grid(op, theta, size, dgrid, *, align_corners=0):
     d = op.Reshape(dgrid, op.vector(op.dim(dgrid, 0), op.dim(dgrid, *range(1, n + 1)), n), allowzero=1)
     turned = op.MatMul(op.transpose_last(d), coordinates)
     return op.Concat(turned, op.Unsqueeze(op.ReduceSum(d, [1], keepdims=0), [2]), axis=2, _like=theta)
+
+
+_PLACES = np.random.default_rng(8).uniform(-1.4, 1.4, (1, 3, 2, 2))
+_VOLUME = {"X": (2, 2, 2, 3, 2), "grid": np.random.default_rng(9).uniform(-1.4, 1.4, (2, 1, 2, 2, 3))}
+
+
+@gradient(
+    "GridSample",
+    samples=(
+        {"X": _IMAGE, "grid": _PLACES},
+        {"X": _IMAGE, "grid": _PLACES, "padding_mode": "border", "align_corners": 1},
+        {"X": _IMAGE, "grid": _PLACES, "padding_mode": "reflection"},
+        {"X": _IMAGE, "grid": _PLACES, "mode": "nearest"},
+        {"X": _IMAGE, "grid": _PLACES, "mode": "cubic", "padding_mode": "reflection", "align_corners": 1},
+        _VOLUME,
+    ),
+)
+def grid_sample(op, X, grid, dY, *, align_corners=0, mode="linear", padding_mode="zeros"):
+    """Y = Σ w(x - i)·X[i] over the places i around x:  dX[i] = Σ w·dY, dx = Σ w'·X[i]·dY  (Jaderberg et al., arXiv 1506.02025)
+
+    Places outside are 0, or stand for the edge, or for their mirror image. mode="nearest" gives the grid the gradient 0.
+    """
+    n = op.rank(X) - 2
+    batch, channels, points = op.dim(X, 0), op.dim(X, 1), op.dim(grid, *range(1, n + 1))
+    places = op.Reshape(grid, op.vector(batch, 1, points, n), allowzero=1)
+    scales, weights, slopes, index = [], [], [], None
+    for axis in range(n):
+        size = op.size(X, [axis + 2], like=grid)
+        scales.append(((size - 1) if align_corners else size) * 0.5)
+        x = op.Gather(places, op.const(n - 1 - axis), axis=3)
+        at, weight, slope = _taps(op, (x + 1) * scales[-1] if align_corners else (x + 1) * scales[-1] - 0.5, mode)
+        at, inside = _within(op, at, size, padding_mode, align_corners)
+        # One dimension per axis for its taps: [batch, taps…, points].
+        others = [a + 1 for a in range(n) if a != axis]
+        at = op.Unsqueeze(op.Cast(at, to=7), others)
+        index = at if index is None else op.Add(op.Mul(index, op.dim(X, axis + 2)), at)
+        for found, v in ((weights, weight), (slopes, slope)):
+            found.append(op.Unsqueeze(v if inside is None else op.where(inside, v, 0, like=grid), others))
+    taps = {"nearest": 1, "linear": 2, "cubic": 4}[mode] ** n
+    spread = op.vector(batch, channels, op.Mul(op.vector(points), [taps]))
+    index = op.Expand(op.Reshape(index, op.vector(batch, 1, op.Mul(op.vector(points), [taps])), allowzero=1), spread)
+    g = op.Reshape(dY, op.vector(batch, channels, 1, points), allowzero=1)
+
+    whole = op.cast(op.Reshape(reduce(op.Mul, weights), op.vector(batch, 1, taps, points), allowzero=1), X)
+    zeros = op.zeros(op.vector(batch, channels, op.dim(X, *range(2, n + 2))), like=X)
+    updates = op.Reshape(g * whole, spread, allowzero=1)
+    dX = op.reshape_like(op.ScatterElements(zeros, index, updates, axis=2, reduction="add"), X)
+    if mode == "nearest":
+        return dX, op.zeros_like(grid)
+
+    flat = op.Reshape(X, op.vector(batch, channels, op.dim(X, *range(2, n + 2))), allowzero=1)
+    values = op.Reshape(op.GatherElements(flat, index, axis=2), op.vector(batch, channels, taps, points), allowzero=1)
+    each = op.vector(batch, *[round(taps ** (1 / n))] * n, points)
+    towards = op.cast(op.Reshape(op.ReduceSum(values * g, [1], keepdims=0), each, allowzero=1), grid)
+    parts = []
+    for axis in reversed(range(n)):
+        slope = reduce(op.Mul, [slopes[a] if a == axis else weights[a] for a in range(n)])
+        parts.append(op.Unsqueeze(op.ReduceSum(towards * slope, list(range(1, n + 1)), keepdims=0) * scales[axis], [2]))
+    return dX, op.reshape_like(op.Concat(*parts, axis=2), grid)
+
+
+def _taps(op, x, mode):
+    """The places around x, their weights and the derivatives of these by x."""
+    if mode == "nearest":
+        return op.Round(x), op.ones_like(x), op.zeros_like(x)
+    steps = [0, 1] if mode == "linear" else [-1, 0, 1, 2]
+    at = op.Floor(x) + op.const(np.array(steps)[:, None], like=x)
+    away = x - at
+    if mode == "linear":
+        return at, _tent(op, away), op.where(op.Less(away, op.const(0, like=x)), 1, op.const(-1, like=x), like=x)
+    return at, _cubic(op, away, a=-0.75), op.Sign(away) * _cubic_slope(op, op.Abs(away), a=-0.75)
+
+
+def _cubic_slope(op, d, *, a):
+    """The derivative of ``_cubic`` for d >= 0"""
+    near = (3 * (a + 2) * d - 2 * (a + 3)) * d
+    far = (3 * a * d - 10 * a) * d + 8 * a
+    return op.Where(op.Less(d, 1), near, op.Where(op.Less(d, 2), far, 0))
+
+
+def _within(op, at, size, padding_mode, align_corners):
+    """Places inside the image in the stead of those outside, and which were inside (None where all count)."""
+    last, inside = size - 1, None
+    if padding_mode == "zeros":
+        inside = op.And(op.GreaterOrEqual(at, op.const(0, like=at)), op.LessOrEqual(at, last))
+    elif padding_mode == "reflection":
+        # A mirror at the outer pixels' centres or edges; an image of one pixel has its only pixel everywhere.
+        low, span = (0.0, last) if align_corners else (-0.5, size)
+        span = max(span, 0.5) if isinstance(span, float) else op.Max(span, 0.5)
+        beyond = at - low
+        beyond = beyond - op.Floor(beyond / (2 * span)) * (2 * span)
+        at = op.Round(span - op.Abs(beyond - span) + low)
+    return op.Max(op.Min(at, last), 0.0), inside
