@@ -17,6 +17,7 @@ from ortc.compiler import Compilation, Pass, new_graph, of, role, set_role
 from ortc.errors import ModelError, RecipeError
 from ortc.graph.builder import Builder
 from ortc.graph.shapes import Dims, dims, is_float, rank
+from ortc.passes.inference import infer_shapes
 from ortc.plan import LossInfo
 from ortc.recipe import LossTerm
 from ortc.rules import LOSSES, loss
@@ -142,6 +143,7 @@ class AttachLoss(Pass):
                 criterion.graph.inputs.remove(value)
         c.graphs["criterion"] = criterion
         c.graph.outputs.insert(0, set_role(total, "loss"))
+        infer_shapes(c.model)
 
 
 def append_losses(

@@ -40,9 +40,21 @@ def flatten(op, input, doutput):
     return op.reshape_like(doutput, input)
 
 
+def _turned(op, x):
+    """A matrix transposed; of one that is itself a transpose, what it was made of."""
+    producer = x.producer()
+    if producer is not None and producer.op_type == "Transpose":
+        return producer.inputs[0]
+    return op.Transpose(x, perm=[1, 0])
+
+
 @gradient("Transpose", samples=({"data": (2, 3, 4), "perm": [2, 0, 1]}, {"data": (2, 3)}, {"data": ()}))
 def transpose(op, data, dtransposed, *, perm=None):
-    """dX = dY under the inverse permutation"""
+    """dX = dY under the inverse permutation; a product that was made for nothing else is made the other way round"""
+    product = dtransposed.producer()
+    if op.rank(data) == 2 and product is not None and product.op_type == "MatMul" and len(dtransposed.uses()) == 0:
+        a, b = product.inputs
+        return op.MatMul(_turned(op, b), _turned(op, a), _like=data)
     return op.Transpose(dtransposed, perm=None if perm is None else np.argsort(perm), _like=data)
 
 
