@@ -415,3 +415,82 @@ def _within(op, at, size, padding_mode, align_corners):
         beyond = beyond - op.Floor(beyond / (2 * span)) * (2 * span)
         at = op.Round(span - op.Abs(beyond - span) + low)
     return op.Max(op.Min(at, last), 0.0), inside
+
+
+_ROIS = {
+    "X": (2, 2, 5, 6),
+    "rois": np.array([[0.3, 0.6, 4.1, 3.2], [-2.7, 1.1, 2.2, 6.4], [1.2, 0.4, 5.7, 4.3]]),
+    "batch_indices": np.array([1, 0, 1]),
+    "output_height": 2,
+    "output_width": 3,
+    "_constants": "rois",
+}
+
+
+@gradient(
+    "RoiAlign",
+    wrt="X",
+    samples=(
+        _ROIS,
+        {**_ROIS, "sampling_ratio": 2, "spatial_scale": 0.7, "coordinate_transformation_mode": "output_half_pixel"},
+        {**_ROIS, "sampling_ratio": 1, "_constants": "", "_inputs": "batch_indices"},
+    ),
+)
+def roi_align(
+    op,
+    X,
+    rois,
+    batch_indices,
+    dY,
+    *,
+    coordinate_transformation_mode="half_pixel",
+    mode="avg",
+    output_height=1,
+    output_width=1,
+    sampling_ratio=0,
+    spatial_scale=1.0,
+):
+    """Y = R·X·Cᵀ for each region, R and C what its rows and columns take of X's:  dX = Σ Rᵀ·dY·C over an image's regions
+
+    (He et al., arXiv 1703.06870; as there the regions get no gradient.) The sum is part of the product with Rᵀ.
+    """
+    if mode != "avg":
+        raise Unsupported(f"mode={mode!r}")
+    half_pixel = coordinate_transformation_mode == "half_pixel"
+    rows, columns = (
+        _bins(op, rois, first, op.size(X, [axis], like=rois), made, half_pixel, sampling_ratio, float(spatial_scale))
+        for first, axis, made in ((1, 2, output_height), (0, 3, output_width))
+    )
+    wide = op.MatMul(dY, op.Unsqueeze(op.cast(columns, X), [1]))
+    wide = op.Transpose(wide, perm=[0, 2, 1, 3])
+    wide = op.Reshape(wide, op.vector(op.dim(wide, 0, 1), op.dim(wide, 2, 3)), allowzero=1)
+    images = op.Unsqueeze(op.Range(op.const(0), op.Squeeze(op.vector(op.dim(X, 0)), [0]), op.const(1)), [1])
+    own = op.cast(op.Equal(images, op.Unsqueeze(batch_indices, [0])), X)
+    masked = op.Unsqueeze(own, [2, 3]) * op.cast(rows, X)
+    masked = op.Reshape(masked, op.vector(op.dim(X, 0), op.dim(wide, 0), op.dim(X, 2)), allowzero=1)
+    dX = op.MatMul(op.transpose_last(masked), wide)
+    dX = op.Reshape(dX, op.vector(op.dim(X, 0), op.dim(X, 2), op.dim(X, 1), op.dim(X, 3)), allowzero=1)
+    return op.Transpose(dX, perm=[0, 2, 1, 3], _like=X)
+
+
+def _bins(op, rois, first, size, made, half_pixel, sampling_ratio, scale):
+    """[regions, made, size]: how much each bin along an axis takes of each place; its samples count alike."""
+    start, end = (
+        op.Unsqueeze(op.Gather(rois, op.const(column), axis=1), [1, 2]) * scale - (0.5 if half_pixel else 0.0)
+        for column in (first, first + 2)
+    )
+    span = end - start if half_pixel else op.Max(end - start, 1.0)
+    length = span * (1 / made)
+    if sampling_ratio:
+        count, steps = op.const(sampling_ratio, like=rois), op.const(np.arange(sampling_ratio), like=rois)
+    else:
+        count = op.Ceil(length)
+        most = op.ReduceMax(op.Concat(op.const(np.ones((1, 1, 1)), like=rois), count, axis=0), keepdims=0)
+        steps = op.Range(0.0, most, 1.0)
+    number = op.const(np.arange(made)[:, None], like=rois)
+    x = start + length * (number + (steps + 0.5) / op.Max(count, 1.0))
+    counted = op.And(op.And(op.GreaterOrEqual(x, op.const(-1, like=x)), op.LessOrEqual(x, size)), op.Less(steps, count))
+    places = op.Range(0.0, op.const(size, like=x) if isinstance(size, float) else size, 1.0)
+    weight = _tent(op, op.Unsqueeze(op.Max(op.Min(x, size - 1), 0.0), [3]) - places)
+    weight = op.where(op.Unsqueeze(counted, [3]), weight, 0, like=x)
+    return op.ReduceSum(weight, [2], keepdims=0) / op.Max(count, 1.0)
