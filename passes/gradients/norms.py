@@ -83,6 +83,8 @@ def lp_pool(op, X, Y, dY, *, kernel_shape, auto_pad="NOTSET", ceil_mode=0, dilat
     """As GlobalLpPool, the windows' dY/Y^(p-1) added up: a transposed convolution with ones"""
     if auto_pad.startswith("SAME") and any(d != 1 for d in dilations or []):
         raise Unsupported(f"auto_pad={auto_pad} with dilations, which ONNX Runtime pads wrongly")
+    if auto_pad.startswith("SAME") and any(k < s for k, s in zip(kernel_shape, strides or [], strict=False)):
+        raise Unsupported(f"auto_pad={auto_pad} with a stride beyond the window, for which ONNX Runtime cuts the image")
     pads, strides, dilations = window(op, X, kernel_shape, auto_pad, pads, strides, dilations)
     n, spatial = len(kernel_shape), range(2, op.rank(X))
     one_channel = op.vector(op.dim(Y, 0, 1), 1, *(op.dim(Y, a) for a in spatial))
