@@ -48,7 +48,9 @@ def window(op, x, kernel, auto_pad, pads, strides, dilations):
         if s == 1:
             total = reach - 1
         elif isinstance(size, int):
-            total = max((-(-size // s) - 1) * s + reach - size, 0)
+            total = (-(-size // s) - 1) * s + reach - size
+            if total < 0:
+                raise Unsupported(f"auto_pad={auto_pad} with a kernel below its stride: runtimes disagree on negative pads")
         else:
             raise Unsupported(f"auto_pad={auto_pad} with stride {s} over an axis of unknown size")
         small, large = total // 2, total - total // 2
