@@ -260,18 +260,40 @@ def test_a_full_disk_leaves_nothing_behind(failing, ortc, refused, monkeypatch):
     monkeypatch.undo()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="limits of a process are POSIX")
-def test_a_write_that_the_system_cuts_short_leaves_nothing_behind(folder):
-    """A real one: the process may write files of 1 kB only, as if the disk were full in the middle of a file."""
+def run_with_a_full_disk(room: int, *arguments: str) -> str:
+    """A real one: the process may write files of ``room`` bytes only. Returns the message."""
     code = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); sys.dont_write_bytecode = True; "
-        f"from ortc.cli import main; sys.argv = ['ortc', 'compile', {MODEL!r}, '-o', {STAGES!r}]; main()"
+        f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room})); sys.dont_write_bytecode = True; "
+        f"from ortc.cli import main; sys.argv = {['ortc', *arguments]!r}; main()"
     )
-    before = sorted(folder.iterdir())
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8", check=False)
     assert done.returncode == 2, done.stderr
-    assert done.stderr == f"ortc: cannot write {STAGES}: File too large; nothing was left behind\n"
-    assert sorted(folder.iterdir()) == before
+    assert "Traceback" not in done.stderr
+    assert "File too large" in done.stderr
+    return done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits of a process are POSIX")
+def test_a_write_that_the_system_cuts_short_leaves_nothing_behind(ortc):
+    assert ortc("compile", MODEL, "-o", STAGES)[0] == 0
+    before = sorted(Path().iterdir())
+    message = run_with_a_full_disk(1000, "compile", MODEL, "-o", "other")
+    assert message == "ortc: cannot write other: File too large; nothing was left behind\n"
+    message = run_with_a_full_disk(200, "export", STAGES, "-o", "x.onnx")
+    assert message == "ortc: cannot write x.onnx: File too large; nothing was left behind\n"
+    run_with_a_full_disk(1000, "grad", MODEL, "--data", DATA, "-o", "x.npz")
+    assert sorted(Path().iterdir()) == before
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits of a process are POSIX")
+@pytest.mark.parametrize(("room", "what"), [(100, "metrics"), (700, "checkpoint")])
+def test_a_run_on_a_full_disk_goes_on_when_there_is_room(room, what, ortc):
+    assert ortc("compile", MODEL, "-o", STAGES)[0] == 0
+    command = ["run", STAGES, "--data", DATA, "--batch-size", "20", "--epochs", "2", "--quiet"]
+    assert what in run_with_a_full_disk(room, *command)
+    assert ortc(*command)[0] == 0
+    steps = [json.loads(line)["step"] for line in Path(STAGES, "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4]
 
 
 def test_a_folder_that_is_no_output_is_named(refused):

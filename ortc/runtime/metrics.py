@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -39,11 +40,15 @@ class MetricsFile:
             raise self._failed(error) from None
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file. Every line was written when it was made; only one whose writing failed, and was told, is left."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def _failed(self, error: OSError) -> OrtcError:
         return OrtcError(f"cannot write the metrics {self._file.name}: {error.strerror}")
+
+
+_FIRST = b'{"step": '  # how every line begins
 
 
 def _plain(value: Any) -> Any:
@@ -61,7 +66,8 @@ def _end_of(path: Path, step: int) -> int:
                 if json.loads(line)["step"] > step or not line.endswith(b"\n"):
                     break
             except (ValueError, KeyError, TypeError):
-                if end == 0:
+                is_cut = not line.endswith(b"\n") and _FIRST.startswith(line[: len(_FIRST)])  # by a kill, or a full disk
+                if end == 0 and not is_cut:
                     raise OrtcError(f"{path} is not a metrics file of ortc; choose another with --metrics") from None
                 break
             end += len(line)
