@@ -1,0 +1,60 @@
+"""The loss of a character-level GPT over 200 steps, by ortc and by PyTorch: same initial weights, same batches.
+
+    python bench/gpt_curve.py
+
+PyTorch's curve is stored (bench/data/make_gpt_curve.py made it). Exit code 1 if the two differ by more than float32 rounding
+carries a run: PyTorch's own float32 and float64 runs differ by up to 6.1e-7 relative; ten times that is allowed.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+import ortc
+from ortc.recipe import parse_recipe
+
+DATA = Path(__file__).parent / "data"
+ALLOWED = 6.1e-6
+
+
+def curve(stored: dict[str, np.ndarray], folder: Path) -> np.ndarray:
+    """Train by ortc; the loss of each batch before its update."""
+    first, second = stored["betas"]
+    options = {"beta1": float(first), "beta2": float(second), "epsilon": float(stored["epsilon"])}
+    recipe = parse_recipe(
+        {
+            "loss": [{"name": "cross_entropy", "options": {"axis": -1}}],
+            "optimizer": {"name": "adamw", "options": {**options, "weight_decay": float(stored["weight_decay"])}},
+            "learning_rate": {"base": float(stored["lr"])},
+        }
+    )
+    plan = ortc.compile(DATA / "gpt.onnx", folder, recipe)
+    # ortc's default is what PyTorch's groups say: matrices decay, biases and norms do not.
+    assert {p.name for p in plan.trainable() if len(p.shape) > 1} == set(stored["decayed"].tolist())
+    with ortc.Trainer(folder) as trainer:
+        tokens = stored["batches"].astype(np.int64)
+        return np.array([trainer.step({"input_ids": b[:, :-1], "labels": b[:, 1:]}).loss for b in tokens])
+
+
+def main() -> int:
+    with np.load(DATA / "gpt_curve.npz") as archive:
+        stored = {name: archive[name] for name in archive.files}
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        ours = curve(stored, Path(folder) / "stages")
+    theirs = stored["loss"].astype(np.float64)
+    print(f"{'step':>5} {'PyTorch':>10} {'ortc':>10}")
+    for step in [*range(0, len(ours), 20), len(ours) - 1]:
+        print(f"{step + 1:5d} {theirs[step]:10.6f} {ours[step]:10.6f}")
+    worst = float((np.abs(ours - theirs) / theirs).max())
+    print(f"largest relative difference {worst:.1e}, {len(ours)} steps in {time.perf_counter() - begin:.1f} s")
+    return int(worst > ALLOWED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
