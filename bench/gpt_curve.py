@@ -2,8 +2,9 @@
 
     python bench/gpt_curve.py
 
-PyTorch's curve is stored (bench/data/make_gpt_curve.py made it). Exit code 1 if the two differ by more than float32 rounding
-carries a run: PyTorch's own float32 and float64 runs differ by up to 6.1e-7 relative; ten times that is allowed.
+PyTorch's curve is stored (bench/data/make_gpt_curve.py made it), in float32 and in float64: how far these two lie apart is
+what rounding alone does to a run. Exit code 1 if ortc's curve lies further than ROUNDINGS times that from the float32 one: its
+sums run in another order.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import ortc
 from ortc.recipe import parse_recipe
 
 DATA = Path(__file__).parent / "data"
-ALLOWED = 6.1e-6
+ROUNDINGS = 10
 
 
 def curve(stored: dict[str, np.ndarray], folder: Path) -> np.ndarray:
@@ -41,6 +42,11 @@ def curve(stored: dict[str, np.ndarray], folder: Path) -> np.ndarray:
         return np.array([trainer.step({"input_ids": b[:, :-1], "labels": b[:, 1:]}).loss for b in tokens])
 
 
+def difference(losses: np.ndarray, others: np.ndarray) -> float:
+    """The largest relative one."""
+    return float((np.abs(losses - others) / others).max())
+
+
 def main() -> int:
     with np.load(DATA / "gpt_curve.npz") as archive:
         stored = {name: archive[name] for name in archive.files}
@@ -51,9 +57,10 @@ def main() -> int:
     print(f"{'step':>5} {'PyTorch':>10} {'ortc':>10}")
     for step in [*range(0, len(ours), 20), len(ours) - 1]:
         print(f"{step + 1:5d} {theirs[step]:10.6f} {ours[step]:10.6f}")
-    worst = float((np.abs(ours - theirs) / theirs).max())
+    worst, rounding = difference(ours, theirs), difference(stored["loss_float64"], theirs)
     print(f"largest relative difference {worst:.1e}, {len(ours)} steps in {time.perf_counter() - begin:.1f} s")
-    return int(worst > ALLOWED)
+    print(f"PyTorch's float64 run differs by {rounding:.1e}; allowed is {ROUNDINGS} times that")
+    return int(not worst <= ROUNDINGS * rounding)
 
 
 if __name__ == "__main__":
