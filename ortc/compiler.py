@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import onnx_ir as ir
-from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from ortc.plan import LossInfo, ParameterInfo
 from ortc.recipe import Recipe
@@ -126,34 +125,6 @@ def role(value: ir.Value) -> str | None:
 def of(value: ir.Value) -> str:
     """What the port belongs to; its own name if nothing else was said."""
     return value.metadata_props.get(OF) or value.name or ""
-
-
-def merge_equal(model: ir.Model) -> None:
-    """Merge equal subexpressions. Of two equal graph outputs the second becomes a copy of the first, and keeps its role."""
-    graph = model.graph
-    outputs = list(graph.outputs)
-    # Nodes hold the outputs meanwhile: onnx_ir goes through all outputs of a graph for each node that it removes.
-    holders = [ir.Node("ortc", f"Output{i}", [value], num_outputs=0) for i, value in enumerate(outputs)]
-    graph.extend(holders)
-    graph.outputs.clear()
-    CommonSubexpressionEliminationPass()(model)
-    merged = [holder.inputs[0] for holder in holders]
-    graph.remove(holders, safe=True)
-    taken = {new for old, new in zip(outputs, merged, strict=True) if new is old}
-    for old, new in zip(outputs, merged, strict=True):
-        assert new is not None
-        if new is not old:
-            new = _copy(graph, new) if new in taken else new
-            new.name = old.name
-            new.metadata_props.update(old.metadata_props)
-            taken.add(new)
-        graph.outputs.append(new)
-
-
-def _copy(graph: ir.Graph, value: ir.Value) -> ir.Value:
-    node = ir.node("Identity", [value], outputs=[ir.Value(type=value.type, shape=value.shape)])
-    graph.append(node)
-    return node.outputs[0]
 
 
 def new_graph(name: str, opset: int, ir_version: int) -> ir.Model:

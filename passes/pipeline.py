@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from onnx_ir.passes.common import DeduplicateInitializersPass, RemoveUnusedNodesPass
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass, DeduplicateInitializersPass, RemoveUnusedNodesPass
 
 from ortc.autodiff import loss_gradients
-from ortc.compiler import Compilation, Pass, merge_equal, of, role, set_role
+from ortc.compiler import Compilation, Pass, of, role, set_role
 from ortc.graph.builder import Builder
 from ortc.passes.inlining import take_place
 from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
@@ -146,6 +146,34 @@ class CleanUp(Pass):
                 merge_equal(model)
                 RemoveUnusedNodesPass()(model)
                 drop_unused_inputs(model.graph)
+
+
+def merge_equal(model: ir.Model) -> None:
+    """Merge equal subexpressions. Of two equal graph outputs the second becomes a copy of the first, and keeps its role."""
+    graph = model.graph
+    outputs = list(graph.outputs)
+    # Nodes hold the outputs meanwhile: onnx_ir goes through all outputs of a graph for each node that it removes.
+    holders = [ir.Node("ortc", f"Output{i}", [value], num_outputs=0) for i, value in enumerate(outputs)]
+    graph.extend(holders)
+    graph.outputs.clear()
+    CommonSubexpressionEliminationPass()(model)
+    merged = [holder.inputs[0] for holder in holders]
+    graph.remove(holders, safe=True)
+    taken = {new for old, new in zip(outputs, merged, strict=True) if new is old}
+    for old, new in zip(outputs, merged, strict=True):
+        assert new is not None
+        if new is not old:
+            new = _copy(graph, new) if new in taken else new
+            new.name = old.name
+            new.metadata_props.update(old.metadata_props)
+            taken.add(new)
+        graph.outputs.append(new)
+
+
+def _copy(graph: ir.Graph, value: ir.Value) -> ir.Value:
+    node = ir.node("Identity", [value], outputs=[ir.Value(type=value.type, shape=value.shape)])
+    graph.append(node)
+    return node.outputs[0]
 
 
 def drop_unused_inputs(graph: ir.Graph) -> None:
