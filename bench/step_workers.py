@@ -33,7 +33,11 @@ def ortc(job: dict[str, Any], folder: Path) -> tuple[Step, str]:
 
 
 def artifacts(job: dict[str, Any], folder: Path) -> tuple[Step, str]:
-    """onnxruntime.training.artifacts. Its loss wants rows of classes: a text's logits and labels are flattened to them."""
+    """onnxruntime.training.artifacts, with the two changes to the model that it needs.
+
+    Its loss wants rows of classes: a text's logits and labels are flattened to them. Its gradient of LayerNormalization reads
+    the mean and the inverse deviation: they become outputs of the nodes that leave them out.
+    """
     import onnx
     from onnxruntime import SessionOptions
     from onnxruntime.training import artifacts, onnxblock
@@ -44,6 +48,9 @@ def artifacts(job: dict[str, Any], folder: Path) -> tuple[Step, str]:
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([-1, job["classes"]]), "rows"))
     model.graph.node.append(onnx.helper.make_node("Reshape", [logits.name, "rows"], ["logits_rows"]))
     logits.CopyFrom(onnx.helper.make_tensor_value_info("logits_rows", onnx.TensorProto.FLOAT, ["rows", job["classes"]]))
+    for node in model.graph.node:
+        if node.op_type == "LayerNormalization" and len(node.output) == 1:
+            node.output.extend([f"{node.output[0]}.mean", f"{node.output[0]}.deviation"])
     adamw = job["adamw"]
     artifacts.generate_artifacts(
         model,
