@@ -98,7 +98,8 @@ def build_gradients(
     active = _depending_on(forward, wrt)
     via = reached(forward, seeds)
     path = [n for n in forward if any(v in via for v in n.outputs) and any(v in active for v in differentiable_inputs(n))]
-    missing = [_Trouble(n, "no gradient rule") for n in path if node_key(n) not in GRADIENTS and node_key(n) not in CONTROL]
+    unknown = [n for n in path if node_key(n) not in GRADIENTS and node_key(n) not in CONTROL]
+    missing = [_Trouble(n, n.meta.get("ortc.unsupported", "no gradient rule")) for n in unknown]
     if missing:
         raise ModelError(_explain(missing, via, active, op.opset))
 

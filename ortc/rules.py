@@ -266,6 +266,24 @@ def lowering(operator: str) -> Callable[[F], F]:
     return declare
 
 
+def lowered(op: Any, node: ir.Node) -> Sequence[ir.Value | None]:
+    """Write a node in others, by its lowering; what stands for its outputs.
+
+    Raises:
+        Unsupported: if the lowering does not cover the node's form.
+    """
+    function = LOWERINGS[node_key(node)]
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    try:
+        inspect.signature(function).bind(op, *node.inputs, **attributes)
+    except TypeError as error:
+        raise Unsupported(str(error)) from None
+    results = function(op, *node.inputs, **attributes)
+    if any(v.uses() or v.is_graph_output() for v in node.outputs[len(results) :]):
+        raise Unsupported(f"more than {len(results)} outputs")
+    return results
+
+
 @dataclass(frozen=True)
 class Declared:
     """A named entry of a table of functions: a loss, an optimizer."""

@@ -22,8 +22,13 @@ import onnx
 import onnx_ir as ir
 
 from ortc.errors import ModelError
+from ortc.graph.builder import Builder, UnknownRank
 from ortc.graph.names import Names, all_graphs
 from ortc.graph.shapes import Dim, Dims, NodeInference, constant, dims
+from ortc.rules import LOWERINGS, Unsupported, lowered, node_key
+
+# Lowerings are written in this opset of the standard.
+_LOWERED_OPSET = 21
 
 # Integer tensors of at most this many entries are followed through the graph.
 _FOLLOWED = 64
@@ -82,6 +87,8 @@ class ShapeInference:
             self._stamp(node)
         if rule is not None:
             rule(self, node)
+        elif node_key(node) in LOWERINGS and not onnx.defs.has(node.op_type, node.domain):
+            self._infer_lowering(node)
         for value in node.outputs:
             self.name_dimensions(value)
 
@@ -117,6 +124,29 @@ class ShapeInference:
             rule(self, node)
         except (ValueError, KeyError):
             raise ModelError(f"node {node.name!r} ({node.op_type}): its bodies do not fit its inputs and outputs") from None
+
+    def _infer_lowering(self, node: ir.Node) -> None:
+        """An operator that ONNX does not know: its outputs are as those that it would be lowered to."""
+        aside = ir.Graph([], [], nodes=[], opset_imports={"": _LOWERED_OPSET})
+        op = Builder(aside)
+        try:
+            with op.scope(node.op_type):
+                results = lowered(op, node)
+            for inner in aside:
+                inner.version = _LOWERED_OPSET
+                self.visit(inner)
+            for y, result in zip(node.outputs, results, strict=False):
+                if result is not None:
+                    y.type, y.shape = result.type or y.type, merged(dims(result), dims(y))
+        except (Unsupported, UnknownRank):
+            pass  # the passes that need to know it will say so
+        except onnx.shape_inference.InferenceError as error:
+            raise ModelError(
+                f"node {node.name!r} ({node.op_type}) cannot be right: {_reason(error)} (its inputs: {_describe(node)})"
+            ) from None
+        finally:
+            for inner in reversed(list(aside)):
+                aside.remove(inner, safe=True)
 
     def _stamp(self, node: ir.Node) -> None:
         declared = [(value.type, dims(value)) for value in node.outputs]
@@ -707,14 +737,8 @@ _DEPRECATED = {("", "GroupNormalization")}
 
 # ---- operators that ONNX does not know -------------------------------------------------------------------------------
 
-# Their first output is like their first input.
-_LIKE_FIRST = {
-    "com.microsoft": (
-        *("Gelu", "FastGelu", "BiasGelu", "QuickGelu", "BiasSoftmax", "BiasDropout", "RotaryEmbedding"),
-        *("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "GroupNorm", "Inverse"),
-    ),
-    "": ("SimplifiedLayerNormalization", "GroupNormalization"),
-}
+# Their first output is like their first input. (Those that have a lowering need no rule here.)
+_LIKE_FIRST = {"com.microsoft": ("BiasSoftmax", "BiasDropout", "Inverse"), "": ("GroupNormalization",)}
 
 
 def _like_first(inference: ShapeInference, node: ir.Node) -> None:
@@ -726,21 +750,6 @@ def _like_first(inference: ShapeInference, node: ir.Node) -> None:
 
 for _domain, _op_types in _LIKE_FIRST.items():
     _rule(*_op_types, domain=_domain)(_like_first)
-
-
-@_rule("FusedMatMul", domain="com.microsoft")
-def _fused_matmul(inference: ShapeInference, node: ir.Node) -> None:
-    a, b = node.inputs[:2]
-    assert a is not None
-    assert b is not None
-    left, right, y = dims(a), dims(b), node.outputs[0]
-    y.type = a.type or y.type
-    flags = [_attribute(node, f, 0) for f in ("transA", "transB", "transBatchA", "transBatchB")]
-    if left is None or right is None or len(left) < 2 or len(right) < 2 or flags[2] or flags[3]:
-        return
-    rows = left[-1] if flags[0] else left[-2]
-    columns = right[-2] if flags[1] else right[-1]
-    inference.refine(y, [*_broadcast(left[:-2], right[:-2]), rows, columns])
 
 
 # ---- sequences -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from ortc.passes.inlining import take_place
 from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
 from ortc.passes.sequences import resolve_sequences
 from ortc.passes.sharing import tie_copies, unmerge
-from ortc.rules import GRADIENTS, LOWERINGS, Unsupported, node_key
+from ortc.rules import GRADIENTS, LOWERINGS, Unsupported, lowered, node_key
 from ortc.target import Target
 
 
@@ -119,11 +119,11 @@ def lower(graph: ir.Graph, nodes: Sequence[ir.Node]) -> None:
 
 
 def _lower_node(op: Builder, node: ir.Node) -> None:
-    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
     with op.scope(node.name or node.op_type, before=node, origin=node.name or "", rule=node.op_type, pass_="lower"):
         try:
-            made = LOWERINGS[node_key(node)](op, *node.inputs, **attributes)
-        except Unsupported:
+            made = lowered(op, node)
+        except Unsupported as error:
+            node.meta["ortc.unsupported"] = str(error)
             return
     for old, new in zip(node.outputs, made, strict=False):
         if new is not None:

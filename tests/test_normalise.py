@@ -18,10 +18,13 @@ import onnxruntime
 import pytest
 from onnx.backend.test.case.node import collect_testcases
 
+from ortc.artifacts import load_rules
 from ortc.errors import ModelError
 from ortc.graph.names import all_graphs
 from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
 from ortc.passes.opset import _STEPS
+
+load_rules()
 
 TARGET = 21
 NUMPY = {1: np.float32, 6: np.int32, 7: np.int64, 9: np.bool_, 11: np.float64}
