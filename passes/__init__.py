@@ -11,6 +11,7 @@ from ortc.passes.loss import AttachLoss
 from ortc.passes.optimizer import BuildOptimizer
 from ortc.passes.parameters import ChooseParameters, DecideTraining
 from ortc.passes.pipeline import CleanUp, Decompose, Gradients, Lower, Prepare, Simplify, Upgrade
+from ortc.passes.quantization import PairQuantizers
 
 
 def standard() -> list[Pass]:
@@ -19,6 +20,7 @@ def standard() -> list[Pass]:
         Prepare(),
         InferenceTemplate(),
         Upgrade(),
+        PairQuantizers(),
         ChooseParameters(),
         Simplify(),
         Decompose(),

@@ -6,7 +6,7 @@ initialiser and may be folded.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -20,6 +20,14 @@ from ortc.plan import ParameterInfo
 
 # Inputs that an operator updates while it trains, without a gradient: their initialisers are buffers.
 BUFFER_INPUTS = {"BatchNormalization": (3, 4)}
+
+# Inputs that describe quantised numbers; trained, they would no longer describe them.
+QUANTISATION_INPUTS = {
+    "QuantizeLinear": (1, 2),
+    "DequantizeLinear": (1, 2),
+    "FakeQuantize": (1, 2),
+    "MatMulNBits": (1, 2, 3, 4),
+}
 
 FROZEN = "frozen by the recipe"
 
@@ -73,6 +81,8 @@ def _why_constant(value: ir.Value, active: bool, marked: bool, wanted: list[str]
         return "nothing uses it"
     if not active:
         return "no gradient reaches it: only shapes, indices, bounds or other non-differentiable inputs read it"
+    if _only_read_as(value, QUANTISATION_INPUTS):
+        return "it belongs to quantised numbers"
     if value.name in wanted:
         return None
     if len(tensor.shape) == 0:
@@ -91,8 +101,12 @@ def _is_unmarked_constant(value: ir.Value) -> bool:
 
 
 def _is_buffer(value: ir.Value) -> bool:
-    uses = list(value.uses())
-    return bool(uses) and all(u.idx in BUFFER_INPUTS.get(u.node.op_type, ()) and not u.node.domain for u in uses)
+    return _only_read_as(value, BUFFER_INPUTS)
+
+
+def _only_read_as(value: ir.Value, inputs: Mapping[str, Sequence[int]]) -> bool:
+    uses = value.uses()
+    return bool(uses) and all(u.idx in inputs.get(u.node.op_type, ()) for u in uses)
 
 
 def _make_input(c: Compilation, value: ir.Value, role: str) -> None:
