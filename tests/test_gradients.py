@@ -22,7 +22,8 @@ def test_rule_agrees_with_finite_differences(key, sample):
 
 
 def test_every_rule_has_samples():
-    assert [key for key, rule in GRADIENTS.items() if not rule.samples] == []
+    """But for ortc's own operators, which ONNX cannot run: their tests stand with their passes'."""
+    assert [key for key, rule in GRADIENTS.items() if not rule.samples and key[0] != "ortc"] == []
 
 
 def test_no_operator_is_declared_both_ways():
