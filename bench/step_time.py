@@ -26,8 +26,9 @@ import ortc
 from ortc.recipe import parse_recipe
 
 WARM_UP = 2
-# Rounding grows from step to step (batch norm, and Adam's first steps divide gradients by their own size).
-FIRST_ALLOWED, LATER_ALLOWED = 1e-5, 1e-3
+# Relative, of the first loss and of every later one. PyTorch's own float32 and float64 runs part by 1e-7 on bert_mini and by
+# 1.5e-4 on resnet18, where batch norm over 8 images magnifies rounding.
+ALLOWED, ALLOWED_LATER = 1e-5, {"resnet18": 1e-3}
 ADAMW = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.01}
 LR = 1e-4
 
@@ -131,7 +132,7 @@ def report(name: str, contestants: Sequence[Contestant], absent: Sequence[str]) 
     for c in contestants:
         times = sorted(c.times[WARM_UP:])
         apart = np.abs(np.array(c.losses) - own.losses) / np.abs(own.losses)
-        fits = bool(apart[0] <= FIRST_ALLOWED and apart.max() <= LATER_ALLOWED)
+        fits = bool(apart[0] <= ALLOWED and apart.max() <= ALLOWED_LATER.get(name, ALLOWED))
         agree &= fits
         print(
             f"{name:>10} {c.name:>10} {1000 * median(times):>9.1f} {1000 * times[0]:>9.1f} {base / median(times):>7.2f} "
