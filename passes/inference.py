@@ -24,7 +24,7 @@ import onnx_ir as ir
 from ortc.errors import ModelError
 from ortc.graph.builder import Builder, UnknownRank
 from ortc.graph.names import Names, all_graphs
-from ortc.graph.shapes import Dim, Dims, NodeInference, constant, dims
+from ortc.graph.shapes import Dim, Dims, NodeInference, constant, dims, is_float
 from ortc.rules import LOWERINGS, Unsupported, lowered, node_key
 
 # Lowerings are written in this opset of the standard.
@@ -138,8 +138,9 @@ class ShapeInference:
             for y, result in zip(node.outputs, results, strict=False):
                 if result is not None:
                     y.type, y.shape = result.type or y.type, merged(dims(result), dims(y))
-        except (Unsupported, UnknownRank):
-            pass  # the passes that need to know it will say so
+        except (Unsupported, UnknownRank):  # a type at least, so that a gradient arrives there, and the reason is told
+            floats = (v.type for v in node.inputs if v is not None and is_float(v))
+            node.outputs[0].type = node.outputs[0].type or next(floats, None)
         except onnx.shape_inference.InferenceError as error:
             raise ModelError(
                 f"node {node.name!r} ({node.op_type}) cannot be right: {_reason(error)} (its inputs: {_describe(node)})"

@@ -6,6 +6,7 @@ in ``contrib_attention.py``.
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 
 from ortc.rules import Unsupported, lowering
@@ -254,5 +255,5 @@ def _one_dimension(signal_ndim, normalized, onesided):
 def numbers(op, n):
     """0, 1, …, n - 1 as an int64 vector; ``n`` is an int, or a vector of one number."""
     if isinstance(n, int):
-        return op.const(list(range(n)))
+        return op.const(np.arange(n))
     return op.Range(op.const(0), op.Squeeze(n, [0]), op.const(1))
