@@ -52,6 +52,15 @@ class Gelu(OpRun):
         return (0.5 * x * (1 + np.vectorize(math.erf, otypes=[np.float64])(x / math.sqrt(2))),)
 
 
+class Inverse(OpRun):
+    """An operator of ONNX Runtime."""
+
+    op_domain = "com.microsoft"
+
+    def _run(self, x):  # type: ignore[no-untyped-def]
+        return (np.linalg.inv(x),)
+
+
 class Pad(OpRun):
     """ONNX's reference knows no negative pads, which cut."""
 
@@ -325,6 +334,7 @@ REPLACED = [
     ConvTranspose,
     Erf,
     Gelu,
+    Inverse,
     Pad,
     GatherElements,
 ]

@@ -153,3 +153,15 @@ def det(op, X, dY):
     odd = op.Mod(row + op.Squeeze(row, [1]), 2)
     cofactors = op.Det(minors) * op.cast(1 - 2 * odd, X)
     return op.Mul(op.Unsqueeze(dY, [-2, -1]), cofactors, _like=X)
+
+
+@gradient(
+    "com.microsoft::Inverse",
+    inputs="X",
+    outputs="Y",
+    samples=({"X": np.array([[2.0, 1.0], [-0.5, 1.5]])}, {"X": np.eye(3) + np.arange(18.0).reshape(2, 3, 3) % 5 / 8}),
+)
+def inverse(op, Y, dY):
+    """dX = -Yᵀ·dY·Yᵀ"""
+    turned = op.transpose_last(Y)
+    return -op.MatMul(op.MatMul(turned, dY), turned)
