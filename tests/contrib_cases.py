@@ -107,6 +107,8 @@ CASES: list[tuple[str, str, list[Any], dict[str, Any], int]] = [
     ("attention_mask3", "Attention", [*PROJECTED, "36", (np.stack([MASK] * 4, 1), "B S S")], {"num_heads": 3}, 1),
     ("attention_bias", "Attention", [*PROJECTED, "36", None, None, "B 3 S S"], {"num_heads": 3}, 1),
     ("attention_bias_mask", "Attention", [*PROJECTED, "36", (MASK, "B S"), None, "1 3 S S"], {"num_heads": 3}, 1),
+    ("attention_past", "Attention", [*PROJECTED, "36", None, "2 B 3 T 4"], {"num_heads": 3, "unidirectional": 1}, 2),
+    ("attention_past_mask", "Attention", [*PROJECTED, "36", (np.array([[1, 0, 1, 1, 1, 1, 0, 1, 1], [0, 0, 1, 1, 1, 1, 1, 1, 0]], np.int32), "B 9"), "2 B 3 T 4"], {"num_heads": 3}, 2),
     ("heads", "MultiHeadAttention", ["B S 12", "B T 12", "B T 12"], {"num_heads": 3}, 1),
     ("heads_bias", "MultiHeadAttention", ["B S 12", "B T 12", "B T 15", "39"], {"num_heads": 3, "scale": 0.4}, 1),
     ("heads_causal", "MultiHeadAttention", ["B S 12", "B S 12", "B S 12"], {"num_heads": 3, "unidirectional": 1}, 1),

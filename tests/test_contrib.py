@@ -9,19 +9,22 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from contrib_cases import CASES, STORED, arrays, model
+from contrib_cases import CASES, IDS, MASK, STORED, arrays, model
 from gradcheck import REPLACED
 from onnx.reference import ReferenceEvaluator
 
-from ortc.artifacts import load_rules
+from ortc.artifacts import compile, load_rules
 from ortc.autodiff import loss_gradients
 from ortc.errors import ModelError
 from ortc.graph.builder import Builder
 from ortc.passes.inference import infer_shapes
 from ortc.passes.pipeline import lower
+from ortc.recipe import LossTerm, Recipe
+from ortc.runtime.trainer import Trainer
 
 load_rules()
 
@@ -84,13 +87,13 @@ def lowered(case: Any, dtype: Any = np.float32, symbolic: bool = False) -> ir.Mo
     return made
 
 
-def run(proto: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+def run(proto: onnx.ModelProto, feeds: dict[str, np.ndarray], dtype: Any = np.float32) -> list[np.ndarray]:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC  # nothing is fused again
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    cast = {k: v.astype(np.float32) if v.dtype.kind == "f" else v for k, v in feeds.items()}
+    cast = {k: v.astype(dtype) if v.dtype.kind == "f" else v for k, v in feeds.items()}
     return session.run(None, {i.name: cast[i.name] for i in session.get_inputs()})
 
 
@@ -114,6 +117,15 @@ def test_it_computes_what_the_kernel_does(case):
         got = run(ir.to_proto(lowered(case, symbolic=symbolic)), feeds)
         for a, b in zip(got, want, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6 * max(1.0, np.abs(b).max()))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+def test_it_keeps_half_precision(case):
+    feeds = arrays(case)
+    proto = ir.to_proto(lowered(case, np.float16))
+    onnx.checker.check_model(proto, full_check=True)
+    for a, b in zip(run(proto, feeds, np.float16), expected(case, feeds), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=5e-3 * max(1.0, np.abs(b).max()))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
@@ -143,7 +155,7 @@ def test_its_gradients_are_those_of_differences(case):
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        (("past", "Attention", ["B S 6", "6 36", "36", None, "2 B 3 T 4"], {"num_heads": 3}, 1), "a past, or rotation"),
+        (("turned", "Attention", ["B S 6", "6 36"], {"num_heads": 3, "do_rotary": 1}, 1), "a shared cache, or rotation"),
         (("mask", "Attention", ["B S 6", "6 36", "36", (np.zeros(8, np.int32), "8")], {"num_heads": 3}, 1), r"a mask of \[8\]"),
         (("ndim", "Rfft", ["B S 6"], {"signal_ndim": 2}, 1), "a transform of several axes"),
         (("name", "FusedConv", ["B 2 S T", "3 2 1 1"], {"activation": "Gelu"}, 1), "the activation Gelu"),
@@ -158,3 +170,42 @@ def test_what_is_not_covered_is_told(case, reason):
         loss = op.ReduceSum(graph.outputs[0], keepdims=0)
     with pytest.raises(ModelError, match=f"node 'node', operator com.microsoft::{case[1]}: {reason}"):
         loss_gradients(op, loss, [graph.inputs[0]])
+
+
+ENCODER = """
+<ir_version: 8, opset_import: ["" : 14, "com.microsoft" : 1]>
+g (int32[b,s] ids, int32[b,s] mask) => (float[b,s,12] y) {
+  e, count = com.microsoft.EmbedLayerNormalization (ids, , words, places, , gamma, beta, mask)
+  a = com.microsoft.Attention <num_heads = 3> (e, projection, bias, count)
+  o = MatMul (a, out)
+  n, none, none2, sum = com.microsoft.SkipLayerNormalization (e, o, gamma, beta, beta)
+  f = com.microsoft.BiasGelu (n, beta)
+  y = Add (f, sum)
+}"""
+
+
+def test_a_fused_encoder_trains(tmp_path):
+    proto = onnx.parser.parse_model(ENCODER)
+    random = np.random.default_rng(3)
+    shapes = {"words": (10, 12), "places": (8, 12), "gamma": (12,), "beta": (12,), "projection": (12, 36), "bias": (36,)}
+    for name, dims in {**shapes, "out": (12, 12)}.items():
+        weight = random.standard_normal(dims).astype(np.float32) / 2
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, name))
+    onnx.save(proto, tmp_path / "encoder.onnx")
+    batch = {"ids": IDS, "mask": MASK}
+    [y] = run(proto, batch)
+    target = random.standard_normal(y.shape).astype(np.float32)
+    compile(tmp_path / "encoder.onnx", tmp_path / "out", Recipe(loss=[LossTerm(name="mse")]))
+    with Trainer(tmp_path / "out") as trainer:
+        loss, gradients = trainer.gradients({**batch, "labels": target})
+    assert loss == pytest.approx(((y - target) ** 2).mean(), rel=1e-5)
+    assert set(gradients) == {*shapes, "out"}
+    for weight in proto.graph.initializer:
+        before, direction = onnx.numpy_helper.to_array(weight), random.standard_normal(tuple(weight.dims)).astype(np.float32)
+        losses = []
+        for step in (1e-2, -1e-2):
+            weight.CopyFrom(onnx.numpy_helper.from_array(before + step * direction, weight.name))
+            losses.append(((run(proto, batch)[0].astype(np.float64) - target) ** 2).mean())
+        weight.CopyFrom(onnx.numpy_helper.from_array(before, weight.name))
+        numeric = (losses[0] - losses[1]) / 2e-2
+        assert np.sum(gradients[weight.name] * direction) == pytest.approx(numeric, rel=1e-2, abs=1e-3), weight.name

@@ -66,7 +66,7 @@ def _causal(op, q, k, like):
 
 
 def _lowest(like):
-    return np.finfo(like.dtype.numpy()).min
+    return float(like.dtype.min)
 
 
 def _padding(op, mask, q, k, filtered):
@@ -116,9 +116,9 @@ def attention(
     rotary_embedding_dim=0,
     past_present_share_buffer=0,
 ):
-    """Q, K, V = input·weights + bias; also K and V, stacked"""
-    if past is not None or past_sequence_length is not None or do_rotary:
-        raise Unsupported("a past, or rotation")
+    """Q, K, V = input·weights + bias; also K and V behind their pasts, stacked"""
+    if past_sequence_length is not None or past_present_share_buffer or do_rotary:
+        raise Unsupported("a shared cache, or rotation")
     width = op.dims(weights)[1]
     if qkv_hidden_sizes is None and not isinstance(width, int):
         raise Unsupported("weights of unknown width")
@@ -126,13 +126,16 @@ def attention(
     projected = projected if bias is None else projected + bias
     parts = op.Split(projected, list(qkv_hidden_sizes or [width // 3] * 3), axis=-1, _outputs=3)
     q, k, v = (_turned(op, _heads(op, part, num_heads)) for part in parts)
+    if past is not None:
+        old = op.Split(past, axis=0, num_outputs=2, _outputs=2)
+        k, v = (op.Concat(op.Squeeze(before, [0]), x, axis=2) for before, x in zip(old, (k, v), strict=True))
     terms = [
         None if mask_index is None else _padding(op, mask_index, q, k, mask_filter_value),
         _causal(op, q, k, q) if unidirectional else None,
         attention_bias,
     ]
     y = attend(op, q, k, v, scale=scale, bias=_total(terms))
-    same = op.dims(k) == op.dims(v)
+    same = op.dims(k)[3] == op.dims(v)[3]
     return y, op.Concat(op.Unsqueeze(k, [0]), op.Unsqueeze(v, [0]), axis=0) if same else None
 
 
