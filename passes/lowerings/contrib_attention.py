@@ -23,7 +23,7 @@ def attend(op, q, k, v, *, scale=None, bias=None, softcap=0.0, sink=None):
     scores = op.MatMul(q, op.transpose_last(k)) * scale
     if softcap:
         scores = softcap * op.Tanh(scores / softcap)
-    scores = scores if bias is None else scores + bias
+    scores = scores if bias is None else op.Add(scores, bias, _like=scores)
     if sink is not None:
         column = op.Expand(op.Reshape(sink, [1, -1, 1, 1]), op.vector(op.dim(q, 0), 1, op.dim(q, 2), 1))
         weights = op.Slice(op.Softmax(op.Concat(column, scores, axis=3), axis=-1), [1], [np.iinfo(np.int64).max], [3])
@@ -55,14 +55,14 @@ def _total(terms):
     return sum(found[1:], found[0]) if found else None
 
 
-def _causal(op, q, k, like):
+def _causal(op, q, k):
     """0 where a query [.., S, H] sees a key [.., T, H], the last of both being of one step, else the lowest number: [S, T]"""
     steps, keys = op.dim(q, 2), op.dim(k, 2)
     query, key = numbers(op, steps), numbers(op, keys)
     if op.dims(q)[2] != op.dims(k)[2]:
         query = op.Add(query, op.Sub(op.vector(keys), op.vector(steps)))
     seen = op.LessOrEqual(key, op.Unsqueeze(query, [1]))
-    return op.where(seen, 0.0, _lowest(like), like=like)
+    return op.where(seen, 0.0, _lowest(q), like=q)
 
 
 def _lowest(like):
@@ -131,7 +131,7 @@ def attention(
         k, v = (op.Concat(op.Squeeze(before, [0]), x, axis=2) for before, x in zip(old, (k, v), strict=True))
     terms = [
         None if mask_index is None else _padding(op, mask_index, q, k, mask_filter_value),
-        _causal(op, q, k, q) if unidirectional else None,
+        _causal(op, q, k) if unidirectional else None,
         attention_bias,
     ]
     y = attend(op, q, k, v, scale=scale, bias=_total(terms))
@@ -176,7 +176,7 @@ def multi_head_attention(
         k, v = op.Concat(past_key, k, axis=2), op.Concat(past_value, v, axis=2)
     terms = [
         None if key_padding_mask is None else _padding(op, key_padding_mask, q, k, mask_filter_value),
-        _causal(op, q, k, q) if unidirectional else None,
+        _causal(op, q, k) if unidirectional else None,
         attention_bias,
     ]
     return attend(op, q, k, v, scale=scale, bias=_total(terms)), k, v
