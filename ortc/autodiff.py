@@ -15,8 +15,13 @@ import onnx_ir as ir
 from ortc.errors import ModelError
 from ortc.graph.builder import Builder, UnknownRank
 from ortc.graph.names import all_graphs
-from ortc.graph.shapes import is_float
+from ortc.graph.shapes import is_float as is_known_float
 from ortc.rules import CONTROL, GRADIENTS, NO_GRADIENT, Unsupported, node_key
+
+
+def is_float(value: ir.Value) -> bool:
+    """Whether a gradient can flow into the value; of one whose type nothing says (behind an unknown operator) it is assumed."""
+    return value.type is None or is_known_float(value)
 
 
 def captured(node: ir.Node) -> list[ir.Value]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ from ortc.passes.sequences import resolve_sequences
 from ortc.passes.sharing import tie_copies, unmerge
 from ortc.rules import GRADIENTS, LOWERINGS, Unsupported, lowered, node_key
 from ortc.target import Target
+
+# It warns of every initialiser of a nested graph that it leaves alone.
+logging.getLogger("onnx_ir.passes.common.initializer_deduplication").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)

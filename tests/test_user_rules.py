@@ -51,6 +51,13 @@ def test_without_a_rule_the_operator_is_named(model, tmp_path):
         compile(model, tmp_path / "out")
 
 
+def test_an_unknown_operator_amid_known_ones_is_named(model, tmp_path):
+    text = MODEL.replace("y = mine.Cube(h)", "c = mine.Cube(h) s = Softmax(c) y = Mul(s, w)")
+    onnx.save(onnx.parser.parse_model(text), model)
+    with pytest.raises(ModelError, match=r"operator mine::Cube: no gradient rule"):
+        compile(model, tmp_path / "out", Recipe(loss=[LossTerm(name="mse")]))
+
+
 def test_a_rule_file_lets_it_train(model, tmp_path):
     rules = tmp_path / "my rules.py"
     rules.write_text(RULES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -80,6 +81,7 @@ def run(
         held_out = open_data(eval_data, trainer.inputs) if eval_data is not None else None
         loop = _Loop(
             trainer=trainer,
+            source=os.path.abspath(data) if os.path.exists(data) else str(data),
             data=source,
             held_out=held_out,
             batch_size=batch_size,
@@ -102,6 +104,7 @@ def _learning_rate(recipe: Recipe, lr: float | None, schedule: str | None, warmu
 @dataclass
 class _Loop:
     trainer: Trainer
+    source: str
     data: Data
     held_out: Data | None
     batch_size: int
@@ -207,7 +210,7 @@ class _Loop:
             tell(f"warning: other {', '.join(changed)} than in {trainer.restored}; going on with the new")
         if trainer.step_number and not quiet:
             print(f"continuing from {trainer.restored}")
-        return (epoch, batch), settings, total
+        return (epoch, batch), {**settings, "data": self.source}, total
 
     def _batches(self, position: tuple[int, int]) -> Iterator[tuple[int, int, Batch, bool]]:
         """Epoch, index in it, batch, and whether it is the epoch's last, without end unless an epoch is empty."""

@@ -208,13 +208,14 @@ class Trainer:
 
         Args:
             path: the ``.onnx`` file; above 2 GB the weights go into ``<name>.data`` beside it.
-            data: where to take the batch from, as for a run; None: made up.
+            data: where to take the batch from, as for a run; None: the last run's files if they are there, else made up.
             force: replace an existing file.
 
         Raises:
             OrtcError: the file exists or cannot be written, or the losses differ; then no file is left.
         """
         path = Path(path)
+        data = data or _still_there(self.progress.settings.get("data"))
         fitted = self.inputs.fit(first_batch(data, self.inputs) if data else synthetic_batch(self.inputs.ports))
         try:
             expected, _ = self._stage.evaluate(fitted)
@@ -239,6 +240,11 @@ class Trainer:
         if self._lock is None:
             self._lock = lock_folder(self.folder)
             checkpoint.clean_up(self._checkpoints)
+
+
+def _still_there(source: object) -> str | None:
+    """The data of the last run; only files: a checkpoint shall not name code to run."""
+    return source if isinstance(source, str) and Path(source).exists() else None
 
 
 def _describe_not_finite(step: int, loss: float, gradients: Mapping[str, np.ndarray], batch: Mapping[str, np.ndarray]) -> str:

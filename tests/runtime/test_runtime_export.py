@@ -127,3 +127,23 @@ def test_the_template_must_be_the_compiled_one(tmp_path: Path):
     (tmp_path / "f" / "plan.json").write_text(dump_plan(Plan.model_validate(data)), encoding="utf-8")
     with Trainer(tmp_path / "f") as trainer, pytest.raises(OrtcError, match=r"export\.template is not the file"):
         trainer.export(tmp_path / "o.onnx")
+
+
+def test_the_check_takes_the_data_of_the_last_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A made-up batch need not fit a model; the run's own does. Only files are remembered: a checkpoint names no code."""
+    from ortc.runtime import trainer as module
+    from ortc.runtime.run import run
+
+    tiny.make_folder(tmp_path / "f")
+    np.savez(tmp_path / "data.npz", **tiny.data())
+    run(tmp_path / "f", data=str(tmp_path / "data.npz"), steps=2, quiet=True)
+
+    def refuse(ports: object) -> None:
+        raise DataError("a batch was made up")
+
+    monkeypatch.setattr(module, "synthetic_batch", refuse)
+    with Trainer(tmp_path / "f") as trainer:
+        trainer.export(tmp_path / "a.onnx")
+    (tmp_path / "data.npz").unlink()
+    with Trainer(tmp_path / "f") as trainer, pytest.raises(DataError, match="made up"):
+        trainer.export(tmp_path / "b.onnx")
