@@ -158,9 +158,14 @@ def _complete(op: Builder, value: ir.Value, gradients: dict[ir.Value, ir.Value],
     """Nothing will be added to the value's gradient any more: give it its name."""
     gradient = gradients[value]
     if gradient not in complete and gradient.producer() is not None:
-        gradient.name = op.names.fresh(f"{value.name}.grad")
+        gradient.name = _name(op, value)
         complete.add(gradient)
     return gradient
+
+
+def _name(op: Builder, value: ir.Value) -> str:
+    """``<value>.grad``; in a nested graph, whose gradient of an outer value is only a part of it, ``<value>.grad.part``."""
+    return op.names.fresh(f"{value.name}.grad" if op.graph is op.root else f"{value.name}.grad.part")
 
 
 def _distinct(op: Builder, gradients: dict[ir.Value, ir.Value]) -> dict[ir.Value, ir.Value]:
@@ -170,7 +175,7 @@ def _distinct(op: Builder, gradients: dict[ir.Value, ir.Value]) -> dict[ir.Value
         if gradient in taken or gradient.producer() is None:
             with op.scope(f"{value.name}.grad", origin=value.name or "", pass_="gradients"):
                 gradient = op.copy(gradient, like=value)
-                gradient.name = op.names.fresh(f"{value.name}.grad")
+                gradient.name = _name(op, value)
             gradients[value] = gradient
         taken.add(gradient)
     return gradients

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -12,6 +12,7 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass, Deduplicat
 from ortc.autodiff import loss_gradients
 from ortc.compiler import Compilation, Pass, of, role, set_role
 from ortc.graph.builder import Builder
+from ortc.graph.names import all_graphs
 from ortc.passes.inlining import take_place
 from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
 from ortc.passes.sequences import resolve_sequences
@@ -73,7 +74,7 @@ class Decompose(Pass):
     after = ("simplify",)
 
     def run(self, c: Compilation) -> None:
-        lower(c.graph, [n for n in c.graph if node_key(n) in LOWERINGS and node_key(n) not in GRADIENTS])
+        lower(c.graph, lambda n: node_key(n) not in GRADIENTS)
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,7 @@ class Lower(Pass):
 
     def run(self, c: Compilation) -> None:
         for phase in ("train", "eval", "criterion"):
-            graph = c.graphs[phase].graph
-            lower(graph, [n for n in graph if node_key(n) in LOWERINGS and not keeps(c.target, n)])
+            lower(c.graphs[phase].graph, lambda n: not keeps(c.target, n))
 
 
 def keeps(target: Target, node: ir.Node) -> bool:
@@ -115,11 +115,18 @@ def keeps(target: Target, node: ir.Node) -> bool:
     return target.keeps(node.domain, node.op_type, dtype.numpy().name)
 
 
-def lower(graph: ir.Graph, nodes: Sequence[ir.Node]) -> None:
-    """Replace nodes by their lowerings, where these cover their forms; the values that others read keep their names."""
-    op = Builder(graph)
-    for node in nodes:
-        _lower_node(op, node)
+def lower(graph: ir.Graph, wanted: Callable[[ir.Node], bool]) -> None:
+    """Replace nodes by their lowerings, also in nested graphs; the values that others read keep their names.
+
+    Args:
+        graph: the graph.
+        wanted: which nodes that have a lowering; one whose form the lowering does not cover stays.
+    """
+    outermost = Builder(graph)
+    for part in all_graphs(graph):
+        op = outermost if part is graph else Builder(part, outermost)
+        for node in [n for n in part if node_key(n) in LOWERINGS and wanted(n)]:
+            _lower_node(op, node)
 
 
 def _lower_node(op: Builder, node: ir.Node) -> None:

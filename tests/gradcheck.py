@@ -27,7 +27,7 @@ from ortc.autodiff import loss_gradients
 from ortc.graph.builder import Builder
 from ortc.passes.inference import infer_shapes
 from ortc.passes.pipeline import keeps, lower
-from ortc.rules import GRADIENTS, LOWERINGS, GradientRule, OpKey, load_declarations, node_key
+from ortc.rules import GRADIENTS, GradientRule, OpKey, load_declarations
 from ortc.target import Target, load_target
 
 load_declarations("ortc.passes.lowerings")
@@ -466,8 +466,7 @@ def gradient_model(
     graph.outputs.clear()
     with op.scope("zero"):
         graph.outputs.extend(gradients[by_name[n]] if by_name[n] in gradients else op.zeros_like(by_name[n]) for n in wanted)
-    known = [n for n in graph if node_key(n) in LOWERINGS]
-    lower(graph, [n for n in known if (n.domain if target is None else not keeps(target, n))])
+    lower(graph, lambda n: bool(n.domain) if target is None else not keeps(target, n))
     proto = ir.to_proto(model)
     onnx.checker.check_model(proto)
     return proto

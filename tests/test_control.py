@@ -137,3 +137,31 @@ def test_gradients_are_the_differences(name):
                 array[index] += sign * 1e-6
                 moved.append(sum(float((y * w).sum()) for y, w in zip(run({**floats, key: array}), weights, strict=True)))
             assert got[index] == pytest.approx((moved[0] - moved[1]) / 2e-6, abs=2e-5, rel=1e-4), f"{key}{index}"
+
+
+def test_lowerings_reach_into_nested_graphs(tmp_path):
+    """A convolution's weight gradient is an operator that only the training build has: nested it is lowered as well."""
+    from ortc.artifacts import compile_graphs
+    from ortc.recipe import parse_recipe
+
+    text = """
+    <ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+    g (float[n,1,4,4] x, bool c) => (float[n,1,4,4] y) <float[1,1,3,3] w = {0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9}> {
+      y = If(c) <
+        then_branch = t () => (float[n,1,4,4] a) { a = Conv<pads = [1, 1, 1, 1]>(x, w) },
+        else_branch = e () => (float[n,1,4,4] b) { b = com.microsoft.QuickGelu(x) }
+      >
+    }"""
+    recipe = parse_recipe({"target": "onnxruntime", "loss": [{"name": "mse"}]})
+    graphs = compile_graphs(ir.from_onnx_text(text), recipe).graphs
+    everywhere = [n for phase in ("train", "eval") for n in graphs[phase].graph.all_nodes()]
+    assert {n.domain for n in everywhere} == {""}
+    session = onnxruntime.InferenceSession(ir.to_proto(graphs["train"]).SerializeToString())
+    feeds = {
+        "x": np.ones((2, 1, 4, 4), np.float32),
+        "w": np.full((1, 1, 3, 3), 0.1, np.float32),
+        "labels": np.zeros((2, 1, 4, 4), np.float32),
+    }
+    taken, other = (session.run(["w.grad"], {**feeds, "c": np.array(c)})[0] for c in (True, False))
+    assert np.abs(taken).min() > 0
+    assert not other.any()

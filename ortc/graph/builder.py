@@ -28,11 +28,13 @@ Operand = ir.Value | float | int | bool | Sequence[int] | np.ndarray | None
 class Builder:
     """Appends nodes to one graph. The public methods in lower case are the vocabulary that rules share."""
 
-    def __init__(self, graph: ir.Graph) -> None:
+    def __init__(self, graph: ir.Graph, outer: Builder | None = None) -> None:
+        """``outer`` is the builder of the graph around a nested one: names and opsets are the outermost graph's."""
         self.graph = graph
-        self.opset = graph.opset_imports[""]
-        self.names = Names(taken_names(graph))
-        self._inference = NodeInference(self.opset)
+        self.root: ir.Graph = graph if outer is None else outer.root
+        self.opset = self.root.opset_imports[""]
+        self.names: Names = Names(taken_names(graph)) if outer is None else outer.names
+        self._inference: NodeInference = NodeInference(self.opset) if outer is None else outer._inference
         self._constants: dict[Any, ir.Value] = {}
         self._shapes: dict[ir.Value, ir.Value] = {}
         self._prefix = ""
@@ -102,7 +104,7 @@ class Builder:
         else:
             self.graph.insert_before(self._before, node)
         if _domain:
-            self.graph.opset_imports.setdefault(_domain, 1)
+            self.root.opset_imports.setdefault(_domain, 1)
         if _like is not None:
             stamp_like(outputs[0], _like)
         if isinstance(_outputs, int):
@@ -309,8 +311,7 @@ class Builder:
     def nested(self, inputs: Sequence[ir.Value]) -> Iterator[Builder]:
         """A builder on a new nested graph, for a node of this one; its nodes may read values of this graph."""
         name = self.names.fresh(f"{self._prefix}/body")
-        inner = Builder(ir.Graph(inputs, [], nodes=[], name=name, opset_imports=dict(self.graph.opset_imports)))
-        inner.names, inner._inference = self.names, self._inference
+        inner = Builder(ir.Graph(inputs, [], nodes=[], name=name), self)
         with inner.scope(self._prefix):
             inner._metadata = self._metadata
             yield inner
