@@ -6,6 +6,7 @@ initialiser and may be folded.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,9 @@ QUANTISATION_INPUTS = {
     "MatMulNBits": (1, 2, 3, 4),
 }
 
+# Names that modules give to tensors which are no weights, where only a folded value is left of one.
+BUFFER_LEAVES = frozenset({"inv_freq", "original_inv_freq", "position_ids", "mask", "bias_mask", "num_batches_tracked"})
+
 FROZEN = "frozen by the recipe"
 
 # What PyTorch's dynamo exporter writes about each tensor of the exported program.
@@ -49,7 +53,8 @@ class ChooseParameters(Pass):
         for value in list(graph.initializers.values()):
             tensor = value.const_value
             assert tensor is not None
-            why = _why_constant(value, value in active, marked, c.recipe.parameters.train)
+            scalar = _is_scalar_parameter(value, marked, c.model.producer_name)
+            why = _why_constant(value, value in active, marked, scalar, c.recipe.parameters.train)
             is_buffer = _is_buffer(value)
             if why is not None and not is_buffer:
                 c.constants.append((value.name or "", why))
@@ -71,7 +76,14 @@ class ChooseParameters(Pass):
             )
 
 
-def _why_constant(value: ir.Value, active: bool, marked: bool, wanted: list[str]) -> str | None:
+def _is_scalar_parameter(value: ir.Value, marked: bool, producer: str | None) -> bool:
+    """Whether a scalar is a weight: PyTorch's exporters say so, by a mark or by not writing it as a Constant node."""
+    if marked or producer != "pytorch":
+        return value.metadata_props.get(TORCH_KIND) == "PARAMETER"
+    return "ortc.constant_node" not in value.metadata_props and not (value.name or "").startswith("onnx::")
+
+
+def _why_constant(value: ir.Value, active: bool, marked: bool, is_scalar_parameter: bool, wanted: list[str]) -> str | None:
     """The reason why an initialiser cannot be a parameter, or None."""
     tensor = value.const_value
     assert tensor is not None
@@ -85,7 +97,7 @@ def _why_constant(value: ir.Value, active: bool, marked: bool, wanted: list[str]
         return "it belongs to quantised numbers"
     if value.name in wanted:
         return None
-    if len(tensor.shape) == 0:
+    if len(tensor.shape) == 0 and not is_scalar_parameter:
         return "a scalar constant (to train it, give its exact name to --train)"
     if tensor.size == 1 and "ortc.constant_node" in value.metadata_props:
         return "a constant of the exporter (to train it, give its exact name to --train)"
@@ -97,7 +109,9 @@ def _why_constant(value: ir.Value, active: bool, marked: bool, wanted: list[str]
 def _is_unmarked_constant(value: ir.Value) -> bool:
     """In a file that marks the module's tensors: one without a mark, a module's name, or a weight it was folded from."""
     props = value.metadata_props
-    return TORCH_KIND not in props and "." not in (value.name or "") and "." not in props.get(TORCH_FOLDED_FROM, "")
+    sources = [] if TORCH_FOLDED_FROM not in props else re.findall(r"'([^']*)'", props[TORCH_FOLDED_FROM])
+    weights = [s for s in sources if "." in s and s.rpartition(".")[2] not in BUFFER_LEAVES]
+    return TORCH_KIND not in props and "." not in (value.name or "") and not weights
 
 
 def _is_buffer(value: ir.Value) -> bool:

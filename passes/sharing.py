@@ -107,6 +107,7 @@ def tie_copies(model: ir.Model) -> dict[str, str]:
         The copy's name -> the name of the weight that it follows from now on.
     """
     graph = model.graph
+    _merge_folds(graph)
     matrices: dict[tuple[int, ...], list[ir.Value]] = {}
     for value in graph.initializers.values():
         tensor = value.const_value
@@ -121,6 +122,28 @@ def tie_copies(model: ir.Model) -> dict[str, str]:
                 tied[copy.name or ""] = original.name or ""
                 _follow(graph, copy, original)
     return tied
+
+
+def _merge_folds(graph: ir.Graph) -> None:
+    """A weight of a module that is called several times, folded anew for each call (transposed, say), is one weight."""
+    first: dict[tuple[object, ...], ir.Value] = {}
+    for value in list(graph.initializers.values()):
+        source, tensor = value.metadata_props.get(TORCH_FOLDED_FROM), value.const_value
+        if source is None or "." not in source or tensor is None or tensor.dtype not in FLOAT_TYPES or tensor.size < 2:
+            continue
+        kept = first.setdefault((source, tensor.dtype, tuple(tensor.shape.numpy())), value)
+        if kept is not value and not value.is_graph_output() and _is_same(value, kept):
+            ir.convenience.replace_all_uses_with(value, kept)
+            graph.initializers.pop(value.name or "")
+
+
+def _is_same(value: ir.Value, other: ir.Value) -> bool:
+    """Whether elements all over two tensors of one shape are equal."""
+    assert value.const_value is not None
+    assert other.const_value is not None
+    a, b = value.const_value.numpy().reshape(-1), other.const_value.numpy().reshape(-1)
+    places = (np.arange(_COMPARED) * 104729) % a.size
+    return bool((a[places] == b[places]).all())
 
 
 def _made_by_exporter(value: ir.Value) -> bool:
