@@ -12,12 +12,16 @@ from ortc.errors import ModelError
 from ortc.graph.builder import Builder
 from ortc.graph.shapes import stamp_like
 from ortc.passes.inlining import take_place
+from ortc.passes.normalise import convert_opset
 from ortc.passes.randomness import RANDOM, Randomness, constant_ratio
 
 
 @dataclass(frozen=True)
 class InferenceTemplate(Pass):
-    """Sets the inference form of the user's own graph aside: `ortc export` adds the trained weights to it."""
+    """Sets the inference form of the user's own graph aside: `ortc export` adds the trained weights to it.
+
+    It stays at the user's opset, unless that is newer than what the target loads: then nothing there could run or check it.
+    """
 
     name = "inference-template"
     after = ("prepare",)
@@ -25,7 +29,10 @@ class InferenceTemplate(Pass):
     def run(self, c: Compilation) -> None:
         template = c.model.clone()
         to_inference(template.graph)
-        template.ir_version = max(template.ir_version, 4)  # before, every weight had to be an input as well
+        if template.opset_imports[""] > c.target.opset:
+            template = convert_opset(template, c.target.opset)
+        # Before IR version 4 every weight had to be an input as well.
+        template.ir_version = min(max(template.ir_version, 4), c.target.ir_version)
         c.graphs["export"] = template
 
 

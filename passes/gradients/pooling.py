@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from ortc.graph.shapes import static
 from ortc.passes.gradients.convolution import fit, window
 from ortc.rules import Unsupported, gradient
 
@@ -45,6 +44,8 @@ _AVERAGE = (
     {"X": (2, 2, 5, 6), "kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 0, 1, 1], "count_include_pad": 1},
     {"X": (1, 2, 5, 5), "kernel_shape": [2, 2], "strides": [2, 2]},
     {"X": (1, 1, 4, 4, 4), "kernel_shape": [2, 2, 2], "strides": [2, 2, 2]},
+    {"X": (1, 2, 6, 5), "kernel_shape": [3, 2], "strides": [2, 2], "pads": [1, 0, 0, 1], "ceil_mode": 1},
+    {"X": (1, 2, 6, 5), "kernel_shape": [3, 2], "strides": [2, 2], "ceil_mode": 1, "count_include_pad": 1},
 )
 
 
@@ -56,26 +57,21 @@ def average_pool(
     n = len(kernel_shape)
     pads, strides, dilations = window(op, X, kernel_shape, auto_pad, pads, strides, dilations)
     spatial = list(range(2, op.rank(X)))
-    if ceil_mode and (static(X) is None or static(Y) is None):
-        raise Unsupported("ceil_mode over axes of unknown size")
+    # With ceil_mode the last windows reach up to a stride less one beyond the pads: too many windows are counted, then cut.
+    beyond = [s - 1 if ceil_mode else 0 for s in strides]
     ones = op.const(np.ones((1, 1, *kernel_shape)), like=X)
-    shape = op.vector(1, 1, *(op.dim(X, a) for a in spatial))
-    counted = op.Expand(op.const(np.ones([1] * (n + 2)), like=X), shape)
-    reach = list(pads)
-    if ceil_mode:
-        for i, (size, out) in enumerate(zip(op.dims(X)[2:], op.dims(Y)[2:], strict=True)):
-            window_end = (out - 1) * strides[i] + (kernel_shape[i] - 1) * dilations[i] + 1
-            reach[n + i] = max(pads[n + i], window_end - size - pads[i])
-    beyond = [reach[n + i] - pads[n + i] for i in range(n)]
+    counted = op.Expand(op.const(np.ones([1] * (n + 2)), like=X), op.vector(1, 1, *(op.dim(X, a) for a in spatial)))
+    reach = [*pads[:n], *(p + b for p, b in zip(pads[n:], beyond, strict=True))]
     if count_include_pad:
         counted = op.Pad(counted, pads, op.const(1, like=X), spatial)
-        counts = op.Conv(counted, ones, strides=strides, dilations=dilations, pads=[*[0] * n, *beyond])
-    else:
-        counts = op.Conv(counted, ones, strides=strides, dilations=dilations, pads=reach)
+        reach = [*[0] * n, *beyond]
+    counts = op.Conv(counted, ones, strides=strides, dilations=dilations, pads=reach)
+    if ceil_mode:
+        counts = op.Slice(counts, [0] * n, op.vector(*(op.dim(Y, a) for a in spatial)), spatial)
     share = op.Reshape(dY / counts, op.vector(-1, 1, *(op.dim(Y, a) for a in spatial)))
     whole = op.ConvTranspose(share, ones, strides=strides, dilations=dilations, pads=[*pads[:n], *[0] * n])
     like = op.Reshape(X, op.vector(-1, 1, *(op.dim(X, a) for a in spatial)))
-    return op.reshape_like(fit(op, whole, like, [max(s - 1, 0) for s in strides]), X)
+    return op.reshape_like(fit(op, whole, like, [s - 1 for s in strides]), X)
 
 
 @gradient("GlobalAveragePool", samples=({"X": (2, 3, 4, 5)},))
