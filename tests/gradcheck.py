@@ -7,26 +7,23 @@ symbolic, where the gradient graph must give the float64 values again.
 
 from __future__ import annotations
 
-import itertools
-import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import packages_distributions
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx import helper
-from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import OpRun
-from onnx.reference.ops.op_scan import Scan as StandardScan
 
 from ortc.autodiff import loss_gradients
 from ortc.graph.builder import Builder
 from ortc.passes.inference import infer_shapes
 from ortc.passes.pipeline import keeps, lower
+from ortc.passes.reference import REPLACED as REPLACED
+from ortc.passes.reference import evaluator
 from ortc.rules import GRADIENTS, GradientRule, OpKey, load_declarations
 from ortc.target import Target, load_target
 
@@ -34,310 +31,6 @@ load_declarations("ortc.passes.lowerings")
 
 OPSET = 21
 STEP = 1e-6
-
-
-class Erf(OpRun):
-    """ONNX's reference rounds erf to float32, too coarse for differences."""
-
-    def _run(self, x):  # type: ignore[no-untyped-def]
-        return (np.vectorize(math.erf, otypes=[np.float64])(x).astype(x.dtype),)
-
-
-class Gelu(OpRun):
-    """Likewise."""
-
-    def _run(self, x, approximate="none"):  # type: ignore[no-untyped-def]
-        if approximate == "tanh":
-            return (0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),)
-        return (0.5 * x * (1 + np.vectorize(math.erf, otypes=[np.float64])(x / math.sqrt(2))),)
-
-
-class Inverse(OpRun):
-    """An operator of ONNX Runtime."""
-
-    op_domain = "com.microsoft"
-
-    def _run(self, x):  # type: ignore[no-untyped-def]
-        return (np.linalg.inv(x),)
-
-
-class Pad(OpRun):
-    """ONNX's reference knows no negative pads, which cut."""
-
-    def _run(self, data, pads, value=None, axes=None, mode="constant"):  # type: ignore[no-untyped-def]
-        widths = np.zeros((data.ndim, 2), np.int64)
-        widths[range(data.ndim) if axes is None else axes] = np.reshape(pads, (2, -1)).T
-        fill = {"constant_values": 0 if value is None else value} if mode == "constant" else {}
-        grown = np.pad(data, np.maximum(widths, 0), mode=mode, **fill)
-        ends = [(max(-a, 0), n - max(-b, 0)) for (a, b), n in zip(widths, grown.shape, strict=True)]
-        return (grown[tuple(slice(a, b) for a, b in ends)],)
-
-
-class GatherElements(OpRun):
-    """ONNX's reference wants indices as large as the data in every other dimension; the standard does not."""
-
-    def _run(self, data, indices, axis=0):  # type: ignore[no-untyped-def]
-        axis %= data.ndim
-        part = tuple(slice(None if a == axis else n) for a, n in enumerate(indices.shape))
-        return (np.take_along_axis(data[part], indices, axis),)
-
-
-class ConvTranspose(OpRun):
-    """ONNX's reference cannot reshape the weights of groups; this follows the spec."""
-
-    def _run(self, X, W, B=None, *, auto_pad, dilations, group, kernel_shape, output_padding, output_shape, pads, strides):  # type: ignore[no-untyped-def]
-        n = X.ndim - 2
-        strides, dilations = strides or [1] * n, dilations or [1] * n
-        pads, extra = pads or [0] * 2 * n, output_padding or [0] * n
-        if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
-            output_shape = output_shape or [s * i for s, i in zip(strides, X.shape[2:], strict=False)]
-        span = [s * (i - 1) + (k - 1) * d + 1 for s, i, k, d in zip(strides, X.shape[2:], W.shape[2:], dilations, strict=False)]
-        if output_shape:
-            extra = [max(b, size - a) for a, b, size in zip(span, extra, output_shape, strict=False)]
-            total = [a + b - size for a, b, size in zip(span, extra, output_shape, strict=False)]
-            halves = [t // 2 for t in total], [t - t // 2 for t in total]
-            begin, end = halves if auto_pad == "SAME_UPPER" else halves[::-1]
-            pads = [*begin, *end]
-        full = np.zeros((X.shape[0], W.shape[1] * group, *(a + b for a, b in zip(span, extra, strict=False))), X.dtype)
-        c, m = X.shape[1] // group, W.shape[1]
-        for g in range(group):
-            x, w, y = X[:, g * c : (g + 1) * c], W[g * c : (g + 1) * c], full[:, g * m : (g + 1) * m]
-            for k in np.ndindex(*W.shape[2:]):
-                at = [
-                    slice(j * d, j * d + s * (i - 1) + 1, s)
-                    for j, d, s, i in zip(k, dilations, strides, X.shape[2:], strict=False)
-                ]
-                y[(slice(None), slice(None), *at)] += np.einsum("nc...,cm->nm...", x, w[(slice(None), slice(None), *k)])
-        cut = [slice(a, size - b) for a, b, size in zip(pads[:n], pads[n:], full.shape[2:], strict=False)]
-        full = full[(slice(None), slice(None), *cut)]
-        return (full if B is None else full + B.reshape(-1, *[1] * n),)
-
-
-class AffineGrid(OpRun):
-    """ONNX's reference rounds to float32."""
-
-    def _run(self, theta, size, align_corners=0):  # type: ignore[no-untyped-def]
-        lines = [np.linspace(-1, 1, n) if align_corners else (2 * np.arange(n) + 1) / n - 1 for n in size[2:]]
-        places = np.meshgrid(*lines, indexing="ij")[::-1]
-        return (np.einsum("nij,j...->n...i", theta, np.stack([*places, np.ones_like(places[0])])),)
-
-
-class GridSample(OpRun):
-    """ONNX's reference rounds to float32; this follows the spec, one point after the other."""
-
-    def _run(self, X, grid, align_corners=0, mode="linear", padding_mode="zeros"):  # type: ignore[no-untyped-def]
-        Y = np.zeros((*X.shape[:2], *grid.shape[1:-1]))
-        for b, *point in np.ndindex(*grid.shape[:-1]):
-            taps = []
-            for g, size in zip(grid[(b, *point)][::-1], X.shape[2:], strict=True):
-                x = (g + 1) * (size - 1) / 2 if align_corners else ((g + 1) * size - 1) / 2
-                low, high = (0, size - 1) if align_corners else (-0.5, size - 0.5)
-                found = [(_placed(i, size, low, high, padding_mode), w) for i, w in _around(x, mode)]
-                taps.append([(i, w) for i, w in found if 0 <= i < size])
-            for chosen in itertools.product(*taps):
-                places, weights = zip(*chosen, strict=True)
-                Y[(b, slice(None), *point)] += math.prod(weights) * X[(b, slice(None), *places)]
-        return (Y,)
-
-
-def _around(x: float, mode: str) -> list[tuple[int, float]]:
-    """The places around x that GridSample reads, and how much of each."""
-    if mode == "nearest":
-        return [(round(x), 1.0)]
-    at, a = math.floor(x), -0.75
-    t = x - at
-    if mode == "linear":
-        return [(at, 1 - t), (at + 1, t)]
-    near, far = lambda d: (a + 2) * d**3 - (a + 3) * d**2 + 1, lambda d: a * d**3 - 5 * a * d**2 + 8 * a * d - 4 * a
-    return [(at - 1, far(1 + t)), (at, near(t)), (at + 1, near(1 - t)), (at + 2, far(2 - t))]
-
-
-def _placed(i: int, size: int, low: float, high: float, padding_mode: str) -> int:
-    """What stands for a place outside of the image."""
-    if padding_mode == "border" or (padding_mode == "reflection" and low == high):
-        return min(max(i, 0), size - 1)
-    while padding_mode == "reflection" and not low <= i <= high:
-        i = int(2 * (low if i < low else high) - i)
-    return i
-
-
-class LpNormalization(OpRun):
-    """ONNX's reference takes the 1-norm without absolute values."""
-
-    def _run(self, x, axis=-1, p=2):  # type: ignore[no-untyped-def]
-        return (x / (np.abs(x) ** p).sum(axis=axis, keepdims=True) ** (1 / p),)
-
-
-class GlobalLpPool(OpRun):
-    """ONNX has no reference of it."""
-
-    def _run(self, x, p=2):  # type: ignore[no-untyped-def]
-        return ((np.abs(x) ** p).sum(axis=tuple(range(2, x.ndim)), keepdims=True) ** (1 / p),)
-
-
-class LpPool(OpRun):
-    """ONNX's reference loses the windows that begin inside and end outside; this follows the spec, for explicit pads."""
-
-    def _run(self, x, *, auto_pad, ceil_mode, dilations, kernel_shape, p, pads, strides):  # type: ignore[no-untyped-def]
-        assert auto_pad in (None, "NOTSET")
-        n = x.ndim - 2
-        strides, dilations, pads = strides or [1] * n, dilations or [1] * n, pads or [0] * 2 * n
-        span = [a + b - (k - 1) * d - 1 for a, b, k, d in zip(pads, pads[n:], kernel_shape, dilations, strict=False)]
-        made = [-(-(i + a) // s) if ceil_mode else (i + a) // s for i, a, s in zip(x.shape[2:], span, strides, strict=True)]
-        full = np.pad(np.abs(x) ** p, [(0, 0)] * 2 + [(a, b + s) for a, b, s in zip(pads, pads[n:], strides, strict=False)])
-        total = np.zeros((*x.shape[:2], *(m + 1 for m in made)))
-        for place in np.ndindex(*kernel_shape):
-            at = [slice(j * d, j * d + s * m + 1, s) for j, d, s, m in zip(place, dilations, strides, made, strict=True)]
-            total += full[(slice(None), slice(None), *at)]
-        return (total ** (1 / p),)
-
-
-class MeanVarianceNormalization(OpRun):
-    """ONNX's reference mixes element types."""
-
-    def _run(self, x, axes=(0, 2, 3)):  # type: ignore[no-untyped-def]
-        mean, deviation = (f(x, axis=tuple(axes), keepdims=True) for f in (np.mean, np.std))
-        return ((x - mean) / (deviation + 1e-9),)
-
-
-class LRN(OpRun):
-    """ONNX's reference counts the batch as the channels."""
-
-    def _run(self, x, alpha=1e-4, beta=0.75, bias=1.0, size=None):  # type: ignore[no-untyped-def]
-        before, channels = (size - 1) // 2, x.shape[1]
-        windows = [slice(max(c - before, 0), c - before + size) for c in range(channels)]
-        squares = np.stack([(x[:, w] ** 2).sum(axis=1) for w in windows], axis=1)
-        return (x / (bias + alpha / size * squares) ** beta,)
-
-
-class Scan(StandardScan):
-    """ONNX's reference walks forwards only; this follows the spec along the first axis."""
-
-    def __init__(self, onnx_node, run_params):  # type: ignore[no-untyped-def]
-        OpRun.__init__(self, onnx_node, run_params)
-
-    def _run(self, *args, context=None, body=None, num_scan_inputs=None, scan_input_directions=None, bindings=None, **_):  # type: ignore[no-untyped-def]
-        count = len(args) - num_scan_inputs
-        states, sequences = list(args[:count]), args[count:]
-        backwards = bool(scan_input_directions) and scan_input_directions[0] == 1
-        order = range(len(sequences[0]))[:: -1 if backwards else 1]
-        results = []
-        for t in order:
-            names = dict(zip(self.body.input_names, [*states, *(s[t] for s in sequences)], strict=True))
-            outputs = list(self._run_body({**(context or {}), **names}, bindings=bindings))
-            states = outputs[:count]
-            results.append(outputs[count:])
-        columns = zip(*(results[::-1] if backwards else results), strict=True)
-        return (*states, *(np.stack(c) for c in columns))
-
-
-class Recurrent(OpRun):
-    """ONNX's reference of the recurrent layers lacks sequence lengths, activations, clipping; this follows the spec.
-
-    What the spec leaves open is as in ONNX Runtime: see passes/gradients/recurrent.py.
-    """
-
-    defaults: ClassVar[tuple[str, ...]]
-
-    def _run(self, X, W, R, B=None, sequence_lens=None, initial_h=None, initial_c=None, P=None, **attributes):  # type: ignore[no-untyped-def]
-        initial = [initial_h, initial_c][: 1 + (len(self.defaults) == 3)]
-        if attributes.get("layout"):
-            X, initial = X.swapaxes(0, 1), [None if s is None else s.swapaxes(0, 1) for s in initial]
-        (steps, batch, _), (directions, _, hidden) = X.shape, R.shape
-        lens = np.full(batch, steps) if sequence_lens is None else sequence_lens
-        initial = [np.zeros((directions, batch, hidden), X.dtype) if s is None else s for s in initial]
-        B = np.zeros((directions, 2 * R.shape[1]), X.dtype) if B is None else B
-        P = np.zeros((directions, 3 * hidden), X.dtype) if P is None else P
-        functions = _activations(attributes.get("activations") or self.defaults * directions, attributes)
-        clip = attributes.get("clip") or np.inf
-        Y, last = np.zeros((steps, directions, batch, hidden), X.dtype), [np.zeros_like(s) for s in initial]
-        for d, n in np.ndindex(directions, batch):
-            state = [s[d, n] for s in initial]
-            used = functions[d * len(self.defaults) :][: len(self.defaults)]
-            gates = [lambda x, f=f: f(np.clip(x, -clip, clip)) for f in used[:2]] + used[2:]
-            for t in list(range(lens[n]))[:: -1 if d or attributes.get("direction") == "reverse" else 1]:
-                state = self.step(W[d] @ X[t, n], state, R[d], *np.split(B[d], 2), np.split(P[d], 3), gates, attributes)
-                Y[t, d, n] = state[0]
-            for s, value in zip(last, state, strict=True):
-                s[d, n] = value if lens[n] else 0
-        if attributes.get("layout"):
-            return Y.transpose(2, 0, 1, 3), *(s.swapaxes(0, 1) for s in last)
-        return Y, *last
-
-
-class LSTM(Recurrent):
-    defaults = ("Sigmoid", "Tanh", "Tanh")
-
-    def step(self, x, state, R, Wb, Rb, P, functions, attributes):  # type: ignore[no-untyped-def]
-        (h_, c_), (f, g, h) = state, functions
-        i, o, keep, new = np.split(x + R @ h_ + Wb + Rb, 4)
-        i = f(i + P[0] * c_)
-        keep = 1 - i if attributes.get("input_forget") else f(keep + P[2] * c_)
-        c = keep * c_ + i * g(new)
-        return [f(o + P[1] * c) * h(c), c]
-
-
-class GRU(Recurrent):
-    defaults = ("Sigmoid", "Tanh")
-
-    def step(self, x, state, R, Wb, Rb, P, functions, attributes):  # type: ignore[no-untyped-def]
-        (h,), (f, g) = state, functions
-        (xz, xr, xn), (Rz, Rr, Rn), (bz, br, bn) = (np.split(v, 3) for v in (x + Wb, R, Rb))
-        z, r = f(xz + Rz @ h + bz), f(xr + Rr @ h + br)
-        n = g(xn + (r * (Rn @ h + bn) if attributes.get("linear_before_reset") else Rn @ (r * h) + bn))
-        return [(1 - z) * n + z * h]
-
-
-class RNN(Recurrent):
-    defaults = ("Tanh",)
-
-    def step(self, x, state, R, Wb, Rb, P, functions, attributes):  # type: ignore[no-untyped-def]
-        return [functions[0](x + R @ state[0] + Wb + Rb)]
-
-
-def _activations(names: Sequence[str], attributes: Mapping[str, Any]) -> list[Callable[[np.ndarray], np.ndarray]]:
-    """The activations of the recurrent layers, by the table in their spec; each takes its scales off the lists."""
-    table: dict[str, tuple[Callable[..., np.ndarray], int]] = {
-        "Sigmoid": (lambda x: 1 / (1 + np.exp(-x)), 0),
-        "Tanh": (np.tanh, 0),
-        "Relu": (lambda x: np.maximum(x, 0), 0),
-        "Softsign": (lambda x: x / (1 + np.abs(x)), 0),
-        "Softplus": (lambda x: np.log(1 + np.exp(x)), 0),
-        "Affine": (lambda x, a, b: a * x + b, 2),
-        "LeakyRelu": (lambda x, a: np.where(x >= 0, x, a * x), 1),
-        "ThresholdedRelu": (lambda x, a: np.where(x >= a, x, 0), 1),
-        "ScaledTanh": (lambda x, a, b: a * np.tanh(b * x), 2),
-        "HardSigmoid": (lambda x, a, b: np.clip(a * x + b, 0, 1), 2),
-        "Elu": (lambda x, a: np.where(x >= 0, x, a * (np.exp(x) - 1)), 1),
-    }
-    left = [list(attributes.get(f"activation_{k}") or []) for k in ("alpha", "beta")]
-    found = []
-    for name in names:
-        function, count = table[name]
-        scales = [given.pop(0) for given in left[:count]]
-        found.append(lambda x, function=function, scales=scales: function(x, *scales))
-    return found
-
-
-REPLACED = [
-    GridSample,
-    AffineGrid,
-    LpNormalization,
-    GlobalLpPool,
-    LpPool,
-    MeanVarianceNormalization,
-    LRN,
-    LSTM,
-    GRU,
-    RNN,
-    Scan,
-    ConvTranspose,
-    Erf,
-    Gelu,
-    Inverse,
-    Pad,
-    GatherElements,
-]
 
 
 def check_sample(key: OpKey, sample: Mapping[str, Any]) -> None:
@@ -478,7 +171,7 @@ def _random(name: str, shape: Any) -> np.ndarray:
 
 def _reference(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     feeds = {i.name: _floats(arrays[i.name], np.float64) for i in model.graph.input}
-    return [np.asarray(y) for y in ReferenceEvaluator(model, new_ops=REPLACED).run(None, feeds)]
+    return [np.asarray(y) for y in evaluator(model).run(None, feeds)]
 
 
 def _runtime(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
