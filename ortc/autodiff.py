@@ -16,7 +16,7 @@ from ortc.errors import ModelError
 from ortc.graph.builder import Builder, UnknownRank
 from ortc.graph.names import all_graphs
 from ortc.graph.shapes import is_float as is_known_float
-from ortc.rules import CONTROL, GRADIENTS, NO_GRADIENT, Unsupported, node_key
+from ortc.rules import CONTROL, GRADIENTS, NO_GRADIENT, OUT_OF_REACH, Unsupported, node_key
 
 
 def is_float(value: ir.Value) -> bool:
@@ -104,7 +104,9 @@ def build_gradients(
     via = reached(forward, seeds)
     path = [n for n in forward if any(v in via for v in n.outputs) and any(v in active for v in differentiable_inputs(n))]
     unknown = [n for n in path if node_key(n) not in GRADIENTS and node_key(n) not in CONTROL]
-    missing = [_Trouble(n, n.meta.get("ortc.unsupported", "no gradient rule")) for n in unknown]
+    missing = [
+        _Trouble(n, n.meta.get("ortc.unsupported") or OUT_OF_REACH.get(node_key(n), "no gradient rule")) for n in unknown
+    ]
     if missing:
         raise ModelError(_explain(missing, via, active, op.opset))
 

@@ -138,8 +138,16 @@ def export(
 @app.command()
 def grad(
     model: Model,
-    data: Annotated[Path, typer.Option(help="one batch: arrays by input name, targets under `labels`")],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="GRADS.npz")],
+    data: Annotated[
+        Path | None, typer.Option(help="one batch: arrays by input name, targets under `labels`; --check makes one up")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="GRADS.npz", help="where the gradients go")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="compare with finite differences in float64; exit code 1 if a gradient is wrong")
+    ] = False,
+    parameters: Annotated[
+        list[str] | None, typer.Option("--parameters", metavar="GLOB", help="check only these parameters")
+    ] = None,
     recipe: RecipeFile = None,
     loss: Losses = None,
     train: Train = None,
@@ -150,11 +158,18 @@ def grad(
     rules: Rules = None,
     force: Force = False,
 ) -> None:
-    """Loss and gradients of one batch, to compare with anything else."""
+    """Loss and gradients of one batch, to compare with anything else, or with finite differences."""
     chosen = build_recipe(recipe, loss=loss, train=train, freeze=freeze, wrt=wrt, batch_norm=batch_norm, target=target)
-    from ortc.grad import write_gradients
+    if check == (output is not None):
+        raise RecipeError("say one of the two: -o GRADS.npz to write the gradients, or --check to compare them")
+    if output is not None and data is None:
+        raise RecipeError("say which batch: --data BATCH.npz")
+    from ortc.grad import check_gradients, write_gradients
 
-    print(write_gradients(model, data, output, chosen, rules=rules or (), force=force))
+    if output is not None and data is not None:
+        print(write_gradients(model, data, output, chosen, rules=rules or (), force=force))
+    elif not check_gradients(model, data, chosen, parameters=parameters or (), rules=rules or ()):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -174,6 +189,17 @@ def inspect(
         inspect_folder(path)
     else:
         inspect_model(path, build_recipe(recipe, loss=loss, train=train, freeze=freeze, batch_norm=batch_norm), rules or ())
+
+
+@app.command()
+def ops(
+    model: Annotated[Path | None, typer.Argument(metavar="[MODEL.onnx]", help="only the operators of this model")] = None,
+    rules: Rules = None,
+) -> None:
+    """List the operators: which have gradients, in which inputs, and how the others are dealt with."""
+    from ortc.inspection import list_operators
+
+    list_operators(model, rules or ())
 
 
 @app.command()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ortc.errors import OrtcError
@@ -53,6 +54,30 @@ def inspect_folder(folder: Path) -> None:
         console.print(f"loss: {loss.name} of output {loss.output!r}: {loss.chosen}", markup=False)
     for warning in plan.warnings:
         console.print(f"warning: {warning}", markup=False)
+
+
+def list_operators(model: Path | None, rules: Sequence[Path] = ()) -> None:
+    """Print what is known of every operator, or of those of a model with the number of their nodes."""
+    from ortc.artifacts import load_rules
+    from ortc.ops import UNKNOWN, of_model, operators, summary
+
+    load_rules(rules)
+    rows = [(None, o) for o in operators()] if model is None else of_model(model, rules)
+    columns = ["operator", "opsets", "gradient", "of the inputs", "in others on", "tested by"]
+    table = Table(*(["nodes"] if model is not None else []), *columns, title="operators" if model is None else model.name)
+    for count, o in rows:
+        status = f"{o.status}: {o.note}" if o.note else o.status
+        cells = [o.name, " ".join(map(str, o.versions)), status, " ".join(o.inputs), " ".join(o.lowered), o.tested]
+        table.add_row(*([str(count)] if count is not None else []), *map(escape, cells))
+    console = _console()
+    console.print(table)
+    if model is None:
+        console.print(summary([o for _, o in rows]), markup=False)
+    elif unknown := [o.name for _, o in rows if o.status == UNKNOWN]:
+        console.print(
+            f"nothing is known of {', '.join(unknown)}: freeze what lies before, or declare a rule (--rules FILE.py)",
+            markup=False,
+        )
 
 
 def _console() -> Console:

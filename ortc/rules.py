@@ -77,6 +77,11 @@ class GradientRule:
 
     def __call__(self, op: Any, node: ir.Node, gradients: Mapping[ir.Value, ir.Value]) -> list[ir.Value | None]:
         """The gradient of every input of ``node``, in order; None where there is none."""
+        taken = {name for kind, name in self.arguments if kind == "gradient"}
+        for position, value in enumerate(node.outputs):
+            name = self.outputs[min(position, len(self.outputs) - 1)]
+            if value in gradients and name not in taken:
+                raise Unsupported(f"a gradient arrives for its output {name}")
         self._add_outputs(op, node)
         positional = [self._argument(kind, name, node, gradients) for kind, name in self.arguments]
         keywords = {name: self._attribute(name, default, node) for name, default in self.attributes.items()}
@@ -193,6 +198,14 @@ def gradient(
 def no_gradient(*operators: str) -> None:
     """Declare that gradients stop at these operators: their outputs do not depend smoothly on any input."""
     NO_GRADIENT.update(op_key(name) for name in operators)
+
+
+OUT_OF_REACH: dict[OpKey, str] = {}
+
+
+def out_of_reach(reason: str, *operators: str) -> None:
+    """Declare that these operators have a derivative which ortc does not give, and why; the reason is told to the user."""
+    OUT_OF_REACH.update({op_key(name): reason for name in operators})
 
 
 def _formals(key: OpKey, inputs: str | None, outputs: str | None) -> tuple[tuple[str, ...], bool, tuple[str, ...], bool]:

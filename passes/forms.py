@@ -12,7 +12,8 @@ from ortc.errors import ModelError
 from ortc.graph.builder import Builder
 from ortc.graph.shapes import stamp_like
 from ortc.passes.inlining import take_place
-from ortc.passes.normalise import convert_opset
+from ortc.passes.normalise import convert_opset, infer_shapes
+from ortc.passes.pipeline import lower
 from ortc.passes.randomness import RANDOM, Randomness, constant_ratio
 
 
@@ -31,6 +32,7 @@ class InferenceTemplate(Pass):
         to_inference(template.graph)
         if template.opset_imports[""] > c.target.opset:
             template = convert_opset(template, c.target.opset)
+            lower(infer_shapes(template).graph, lambda n: n.domain == "ortc")
         # Before IR version 4 every weight had to be an input as well.
         template.ir_version = min(max(template.ir_version, 4), c.target.ir_version)
         c.graphs["export"] = template

@@ -156,7 +156,7 @@ class ShapeInference:
         try:
             self._inference(node.version or self._opset).stamp(node)
         except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
-            if (node.domain, node.op_type) in _DEPRECATED:
+            if (node.domain, node.op_type) in _TOLERATED:
                 return
             raise ModelError(
                 f"node {node.name!r} ({node.op_type}) cannot be right: {_reason(error)} (its inputs: {_describe(node)})"
@@ -550,9 +550,14 @@ def _constant_of_shape(inference: ShapeInference, node: ir.Node) -> None:
 @_rule("Range")
 def _range(inference: ShapeInference, node: ir.Node) -> None:
     known = [inference.integers(v) for v in node.inputs]
+    y, start_value = node.outputs[0], node.inputs[0]
+    if y.type is None and start_value is not None:
+        y.type = start_value.type
+    if y.shape is None:
+        y.shape = ir.Shape([None])
     if any(k is None for k in known):
         return
-    start, limit, step = (k.item() for k in known if k is not None)
+    start, limit, step = (k.reshape(()).item() for k in known if k is not None)
     span = _arithmetic("-", limit, start)
     if isinstance(span, int) and isinstance(step, int) and step:
         inference.refine(node.outputs[0], [max(-(-span // step), 0)])
@@ -732,8 +737,9 @@ def _windows(inference: ShapeInference, node: ir.Node) -> None:
 # ONNX reads a named dimension as 0 there (1.23.2).
 _ZERO_FOR_NAMES = {("", "Attention")}
 
-# Marked as deprecated in an opset that models are written in, though defined again later: ONNX does not infer it.
-_DEPRECATED = {("", "GroupNormalization")}
+# What ONNX's inference refuses and ONNX Runtime takes: an operator marked as deprecated in an opset that models are written
+# in, though defined again later; vectors of one number for scalars.
+_TOLERATED = {("", "GroupNormalization"), ("", "Range")}
 
 
 # ---- operators that ONNX does not know -------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from ortc.graph.names import Names, all_graphs, taken_names
 from ortc.graph.shapes import constant, dims, rank
 from ortc.passes.inference import infer_shapes
 from ortc.passes.inlining import inline_call
+from ortc.rules import LOWERINGS
 
 
 def change_opset(model: ir.Model, opset: int) -> None:
@@ -73,6 +74,8 @@ def _upgrade(model: ir.Model, have: int, want: int) -> None:
             if step is not None:
                 step(edit, node)
         node.version = None
+        if node.op_type == "STFT" and "onesided" not in node.attributes:
+            _set(node, onesided=1)  # the default, for which ONNX infers the shape of 0
 
 
 class _Editor:
@@ -352,6 +355,8 @@ def _downgrade(model: ir.Model, have: int, want: int) -> None:
             written_in = function.opset_imports.get("", opset)
             inner = inline_call(node, function, names)
             waiting.extend((n, written_in) for n in reversed(inner) if not n.domain)
+        elif ("ortc", node.op_type) in LOWERINGS:
+            node.domain = "ortc"
         else:
             problems.append(node)
     if problems:

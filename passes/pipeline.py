@@ -17,6 +17,7 @@ from ortc.passes.inlining import take_place
 from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
 from ortc.passes.sequences import resolve_sequences
 from ortc.passes.sharing import tie_copies, unmerge
+from ortc.passes.spellings import respell
 from ortc.rules import GRADIENTS, LOWERINGS, Unsupported, lowered, node_key
 from ortc.target import Target
 
@@ -63,7 +64,7 @@ class Simplify(Pass):
     after = ("choose-parameters",)
 
     def run(self, c: Compilation) -> None:
-        c.model = infer_shapes(fold(resolve_sequences(infer_shapes(fold(c.model)))))
+        c.model = infer_shapes(fold(resolve_sequences(respell(infer_shapes(fold(c.model))))))
 
 
 @dataclass(frozen=True)

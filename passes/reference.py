@@ -29,7 +29,6 @@ def evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
 def widened(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy of the model in float64 throughout: inputs, outputs, constants, and what Cast and the like make."""
     model = onnx.ModelProto.FromString(model.SerializeToString())
-    del model.graph.value_info[:]
     _widen_graph(model.graph)
     for function in model.functions:
         _widen_nodes(function.node)
@@ -58,7 +57,7 @@ def _widen_nodes(nodes: Iterable[onnx.NodeProto]) -> None:
 
 
 # Attributes that name an element type, in any operator.
-_TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "output_datatype", "stash_type", "softmax_precision"})
+_TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "output_datatype"})
 
 
 def _widen_tensor(tensor: onnx.TensorProto) -> None:
@@ -207,12 +206,16 @@ class GlobalLpPool(OpRun):
 
 
 class LpPool(OpRun):
-    """ONNX's reference loses the windows that begin inside and end outside; this follows the spec, for explicit pads."""
+    """ONNX's reference loses the windows that begin inside and end outside; this follows the spec."""
 
     def _run(self, x, *, auto_pad, ceil_mode, dilations, kernel_shape, p, pads, strides):
-        assert auto_pad in (None, "NOTSET")
         n = x.ndim - 2
         strides, dilations, pads = strides or [1] * n, dilations or [1] * n, pads or [0] * 2 * n
+        if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
+            sizes = zip(x.shape[2:], kernel_shape, strides, dilations, strict=True)
+            total = [max((-(-i // s) - 1) * s + (k - 1) * d + 1 - i, 0) for i, k, s, d in sizes]
+            halves = [t // 2 for t in total], [t - t // 2 for t in total]
+            pads = [*halves[0], *halves[1]] if auto_pad == "SAME_UPPER" else [*halves[1], *halves[0]]
         span = [a + b - (k - 1) * d - 1 for a, b, k, d in zip(pads, pads[n:], kernel_shape, dilations, strict=False)]
         made = [-(-(i + a) // s) if ceil_mode else (i + a) // s for i, a, s in zip(x.shape[2:], span, strides, strict=True)]
         full = np.pad(np.abs(x) ** p, [(0, 0)] * 2 + [(a, b + s) for a, b, s in zip(pads, pads[n:], strides, strict=False)])

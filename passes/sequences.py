@@ -239,3 +239,6 @@ _MAKE = {
     "Identity": _identity,
 }
 _TAKE = {"SequenceAt": _at, "SequenceLength": _length, "ConcatFromSequence": _concat}
+
+# The operators that give way where their sequence's elements are known one by one.
+RESOLVED = frozenset({*_MAKE, *_TAKE} - {"Identity"})

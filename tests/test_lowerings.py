@@ -71,3 +71,31 @@ def test_deformable_convolution(name, symbolic):
         moved = [evaluator.run(None, {**arrays, key: arrays[key] + s * STEP * direction})[0] for s in (1, -1)]
         numeric = float(((moved[0] - moved[1]) * weights).sum()) / (2 * STEP)
         assert float((gradient * direction).sum()) == pytest.approx(numeric, rel=2e-4, abs=2e-4), key
+
+
+@pytest.mark.parametrize("shape", [[2, 3, 7, 9], ["n", "c", "h", "w"]])
+@pytest.mark.parametrize(("pooled", "scale"), [([2, 3], 1.0), ([3, 3], 0.5)])
+def test_max_roi_pool_is_the_kernel_and_its_gradient_goes_to_the_largest(shape, pooled, scale):
+    X = np.random.default_rng(2).standard_normal((2, 3, 7, 9)).astype(np.float32)
+    rois = np.array([[0, 1, 1, 6, 5], [1, 0, 0, 8, 6], [1, 3, 2, 3, 2], [0, 4, 3, 20, 20]], np.float32)
+    node = helper.make_node("MaxRoiPool", ["X", "rois"], ["y"], pooled_shape=pooled, spatial_scale=scale)
+    inputs = [helper.make_tensor_value_info("X", 1, shape), helper.make_tensor_value_info("rois", 1, ["r", 5])]
+    graph = helper.make_graph([node], "g", inputs, [helper.make_tensor_value_info("y", 1, None)])
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    want = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"X": X, "rois": rois})[0]
+
+    model = infer_shapes(ir.from_proto(proto))
+    lower(model.graph, lambda n: True)
+    op = Builder(model.graph)
+    y = model.graph.outputs[0]
+    loss = op.ReduceSum(op.Mul(y, y), keepdims=0)
+    gradient = loss_gradients(op, loss, [model.graph.inputs[0]])[model.graph.inputs[0]]
+    model.graph.outputs.append(gradient)
+    made, dX = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString()).run(None, {"X": X, "rois": rois})
+    np.testing.assert_allclose(made, want, atol=1e-6)
+    expected = np.zeros_like(X)  # all elements differ, so that each largest one has its place
+    for r, c, i, j in np.ndindex(*want.shape):
+        at = np.argwhere(X[int(rois[r, 0]), c] == want[r, c, i, j])
+        if len(at):
+            expected[(int(rois[r, 0]), c, *at[0])] += 2 * want[r, c, i, j]
+    np.testing.assert_allclose(dX, expected, atol=1e-5)

@@ -137,9 +137,18 @@ def gelu(op, X, dY, *, approximate="none"):
 
 @gradient("Softmax", samples=_AXES)
 def softmax(op, output, doutput, *, axis=-1):
-    """dX = Y · (dY - Σ dY·Y) along the axis"""
+    """dX = Y · (dY - Σ dY·Y) along the axis; 0 in a row that is masked throughout, if the model replaces its NaN"""
+    if _is_replaced(output):
+        output = op.where(op.IsNaN(output), 0, output, like=output)
     weighted = doutput * output
     return weighted - output * op.ReduceSum(weighted, [axis], keepdims=1)
+
+
+def _is_replaced(value):
+    """Whether the model puts something else in places of a value, as it does for NaN."""
+    readers = [use.node for use in value.uses()]
+    casts = [n.outputs[0] for n in readers if n.op_type in ("Cast", "CastLike")]
+    return any(n.op_type in ("IsNaN", "Where") for n in readers) or any(map(_is_replaced, casts))
 
 
 @gradient("LogSoftmax", samples=_AXES)

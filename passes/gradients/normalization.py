@@ -40,14 +40,22 @@ def _channel_sum(op, x):
     samples=(
         {"X": (2, 3, 4), "Scale": (4,), "B": (4,)},
         {"X": (2, 3, 4), "Scale": (3, 4), "axis": 1, "epsilon": 1e-3},
+        {"X": (2, 3, 4), "Scale": (4,), "_outputs": 3},
+        {"X": (2, 3, 4), "Scale": (4,), "_outputs": ["unused_y", "out1", "out2"]},
     ),
 )
-def layer_normalization(op, X, Scale, Mean, InvStdDev, dY, *, axis=-1, epsilon=1e-5, stash_type=1):
-    """dX as above, dScale = Σ dY·x̂, dB = Σ dY; the mean and σ⁻¹ are the forward's own"""
+def layer_normalization(op, X, Scale, Mean, InvStdDev, dY, dMean, dInvStdDev, *, axis=-1, epsilon=1e-5, stash_type=1):
+    """dX as above, dScale = Σ dY·x̂, dB = Σ dY; the mean and σ⁻¹ are the forward's own, dμ/dX = 1/n, dσ⁻¹/dX = -x̂·σ⁻²/n"""
     axes = list(range(axis % op.rank(X), op.rank(X)))
     inverse = op.cast(InvStdDev, X)
     normal = (X - op.cast(Mean, X)) * inverse
-    return _through(op, dY * Scale, normal, inverse, axes), dY * normal, dY
+    parts = [] if dY is None else [_through(op, dY * Scale, normal, inverse, axes)]
+    if dMean is not None:
+        parts.append(op.expand_like(op.cast(dMean, X) / op.size(X, axes, like=X), X))
+    if dInvStdDev is not None:
+        parts.append(normal * (-op.cast(dInvStdDev, X) * inverse * inverse / op.size(X, axes, like=X)))
+    dX = parts[0] if len(parts) == 1 else op.Sum(*parts)
+    return (dX, None, None) if dY is None else (dX, dY * normal, dY)
 
 
 @gradient(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from ortc.passes.gradients.convolution import fit, window
-from ortc.rules import Unsupported, gradient
+from ortc.rules import gradient
 
 _MAX = (
     {"X": (2, 3, 6), "kernel_shape": [2], "strides": [2]},
     {"X": (2, 2, 5, 6), "kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 0, 1, 1]},
     {"X": (1, 2, 5, 5), "kernel_shape": [2, 2], "strides": [2, 2], "ceil_mode": 1},
     {"X": (1, 2, 4, 4, 4), "kernel_shape": [2, 2, 2], "strides": [2, 2, 2]},
+    {"X": (1, 2, 5, 6), "kernel_shape": [2, 2], "strides": [2, 2], "storage_order": 1},
 )
 
 
@@ -31,8 +32,9 @@ def max_pool(
     strides=None,
 ):
     """dY goes to the element that was the largest, the first of equals; overlapping windows add up"""
-    if storage_order:
-        raise Unsupported("storage_order=1")
+    if storage_order:  # Indices go down the columns: again along the rows
+        place = {"auto_pad": auto_pad, "ceil_mode": ceil_mode, "dilations": dilations, "pads": pads, "strides": strides}
+        _, Indices = op.MaxPool(X, _outputs=2, kernel_shape=kernel_shape, **place)
     zeros = op.Reshape(op.zeros_like(X), [-1])
     scattered = op.ScatterElements(zeros, op.Reshape(Indices, [-1]), op.Reshape(dY, [-1]), axis=0, reduction="add")
     return op.reshape_like(scattered, X)

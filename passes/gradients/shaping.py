@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ortc.rules import gradient, no_gradient
+from ortc.rules import gradient, no_gradient, out_of_reach
 
 no_gradient(
     *("Constant", "ConstantOfShape", "EyeLike", "Range", "Shape", "Size", "NonZero", "Unique", "NonMaxSuppression"),
@@ -16,6 +16,13 @@ no_gradient(
     *("OptionalHasElement", "SequenceLength"),
     "Hardmax",
 )
+
+out_of_reach(
+    "the elements of its sequence are not known one by one while compiling",
+    *("SequenceAt", "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SequenceMap"),
+    *("SplitToSequence", "ConcatFromSequence", "Optional", "OptionalGetElement"),
+)
+out_of_reach("it reads the bits of numbers as others, for which no operator up to the targets' opset exists", "BitCast")
 
 _END = np.iinfo(np.int64).max
 
