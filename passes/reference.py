@@ -50,7 +50,11 @@ def _widen_nodes(nodes: Iterable[onnx.NodeProto]) -> None:
         for attribute in node.attribute:
             if attribute.name in _TYPE_ATTRIBUTES and attribute.i in _FLOATS:
                 attribute.i = TensorProto.DOUBLE
-            if attribute.type == onnx.AttributeProto.TENSOR:
+            if attribute.name in ("value_float", "value_floats"):  # a Constant's; they are float32 by their kind
+                numbers = attribute.f if attribute.name == "value_float" else attribute.floats
+                tensor = onnx.numpy_helper.from_array(np.array(numbers, np.float64))
+                attribute.CopyFrom(onnx.helper.make_attribute("value", tensor))
+            elif attribute.type == onnx.AttributeProto.TENSOR:
                 _widen_tensor(attribute.t)
             for graph in [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else attribute.graphs:
                 _widen_graph(graph)
