@@ -111,9 +111,7 @@ def concrete_sizes(graph: ir.Graph, binding: Mapping[str, int], default: int = 1
 
 def _values(graph: ir.Graph) -> list[ir.Value]:
     return [
-        v
-        for g in all_graphs(graph)
-        for v in [*g.inputs, *g.initializers.values(), *(o for node in g for o in node.outputs)]
+        v for g in all_graphs(graph) for v in [*g.inputs, *g.initializers.values(), *(o for node in g for o in node.outputs)]
     ]
 
 
@@ -134,31 +132,35 @@ def _size(dimension: int | str | None, binding: Mapping[str, int], default: int)
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------------
+def _keys(operators: str) -> list[OpKey]:
+    return [op_key(name) for name in operators.split()]
+
+
 # Operators that move and compute nothing: their output is the input's memory, or a few integers.
 _FREE = frozenset(
-    op_key(name)
-    for name in ["Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Shape", "Size", "Constant", "Optional", "OptionalGetElement", "OptionalHasElement", "SequenceEmpty", "SequenceConstruct", "SequenceAt", "SequenceInsert", "SequenceErase", "SequenceLength"]
+    _keys(
+        "Identity Reshape Flatten Squeeze Unsqueeze Shape Size Constant Optional OptionalGetElement OptionalHasElement "
+        "SequenceEmpty SequenceConstruct SequenceAt SequenceInsert SequenceErase SequenceLength"
+    )
 )
 
 # Operators that read only a part of their first input, as large as their output.
-_READS_PART = frozenset(
-    op_key(name) for name in ["Gather", "GatherElements", "GatherND", "Slice", "Compress", "Split", "SplitToSequence", "CenterCropPad"]
-)
+_READS_PART = frozenset(_keys("Gather GatherElements GatherND Slice Compress Split SplitToSequence CenterCropPad"))
 
 # Operations an element (the larger of the inputs' and the outputs' count). Everything else: one.
 _PER_ELEMENT: dict[OpKey, float] = {
-    **dict.fromkeys(map(op_key, ["Exp", "Log", "Sigmoid", "Tanh", "Sin", "Cos", "Erf", "Pow", "Softplus", "Elu", "Selu", "Celu", "Mod"]), 10),
-    **dict.fromkeys(map(op_key, ["Tan", "Asin", "Acos", "Atan", "Sinh", "Cosh", "Asinh", "Acosh", "Atanh", "Mish", "Gelu", "com.microsoft::Gelu"]), 15),
-    **dict.fromkeys(map(op_key, ["com.microsoft::FastGelu", "com.microsoft::BiasGelu", "com.microsoft::QuickGelu"]), 15),
-    **dict.fromkeys(map(op_key, ["Softmax", "LogSoftmax", "SoftmaxCrossEntropyLoss", "Hardmax"]), 15),
-    **dict.fromkeys(map(op_key, ["LayerNormalization", "GroupNormalization", "InstanceNormalization", "LpNormalization"]), 8),
-    **dict.fromkeys(map(op_key, ["MeanVarianceNormalization", "SimplifiedLayerNormalization", "LRN"]), 8),
-    **dict.fromkeys(map(op_key, ["com.microsoft::SkipLayerNormalization", "com.microsoft::EmbedLayerNormalization"]), 9),
-    **dict.fromkeys(map(op_key, ["BatchNormalization", "DequantizeLinear", "QuantizeLinear", "ortc::FakeQuantize"]), 5),
-    **dict.fromkeys(map(op_key, ["Div", "Sqrt", "Reciprocal", "HardSigmoid", "HardSwish", "Softsign", "Clip"]), 4),
-    **dict.fromkeys(map(op_key, ["Resize", "GridSample", "AffineGrid", "RoiAlign"]), 11),
-    **dict.fromkeys(map(op_key, ["TopK", "NonMaxSuppression", "Unique"]), 20),
-    **dict.fromkeys(map(op_key, ["Transpose", "Concat", "Split", "Slice", "Gather", "GatherND", "GatherElements", "Expand", "Tile", "Pad", "Cast"]), 0),
+    **dict.fromkeys(_keys("Transpose Concat Split Slice Gather GatherND GatherElements Expand Tile Pad Cast CastLike"), 0),
+    **dict.fromkeys(_keys("Div Sqrt Reciprocal HardSigmoid HardSwish Softsign Clip"), 4),
+    **dict.fromkeys(_keys("BatchNormalization DequantizeLinear QuantizeLinear ortc::FakeQuantize"), 5),
+    **dict.fromkeys(_keys("LayerNormalization GroupNormalization InstanceNormalization LpNormalization LRN"), 8),
+    **dict.fromkeys(_keys("MeanVarianceNormalization SimplifiedLayerNormalization"), 8),
+    **dict.fromkeys(_keys("com.microsoft::SkipLayerNormalization com.microsoft::EmbedLayerNormalization"), 9),
+    **dict.fromkeys(_keys("Exp Log Sigmoid Tanh Sin Cos Erf Pow Softplus Elu Selu Celu Mod"), 10),
+    **dict.fromkeys(_keys("Resize GridSample AffineGrid RoiAlign"), 11),
+    **dict.fromkeys(_keys("Tan Asin Acos Atan Sinh Cosh Asinh Acosh Atanh Mish Gelu com.microsoft::Gelu"), 15),
+    **dict.fromkeys(_keys("com.microsoft::FastGelu com.microsoft::BiasGelu com.microsoft::QuickGelu"), 15),
+    **dict.fromkeys(_keys("Softmax LogSoftmax SoftmaxCrossEntropyLoss Hardmax"), 15),
+    **dict.fromkeys(_keys("TopK NonMaxSuppression Unique"), 20),
 }
 
 Formula = Callable[[ir.Node, Sequence[Sizes], Sequence[Sizes]], float]
@@ -283,37 +285,33 @@ def _elimination(node: ir.Node, inputs: Sequence[Sizes], outputs: Sequence[Sizes
 
 
 # Operators whose gradient passes through: the backward of an operand as large as the output is a name for it.
-_PASSES_THROUGH = frozenset(op_key(name) for name in ["Add", "Sum", "Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze"])
+_PASSES_THROUGH = frozenset(_keys("Add Sum Identity Reshape Flatten Squeeze Unsqueeze"))
 
 # The operands that the formula is about; the backward of any other (a bias, a scale) is a sum over the output.
 _MAIN_OPERANDS: dict[OpKey, tuple[int, ...]] = {
-    **dict.fromkeys(map(op_key, ["Gemm", "Conv", "ConvTranspose"]), (0, 1)),
-    **dict.fromkeys(map(op_key, ["LayerNormalization", "BatchNormalization", "InstanceNormalization", "GroupNormalization"]), (0,)),
+    **dict.fromkeys(_keys("Gemm Conv ConvTranspose"), (0, 1)),
+    **dict.fromkeys(_keys("LayerNormalization BatchNormalization InstanceNormalization GroupNormalization"), (0,)),
 }
 
 # What the backward of a large operand costs, in forwards, where that is not one.
 _BACKWARD_FACTOR: dict[OpKey, float] = {
-    **dict.fromkeys(map(op_key, ["LayerNormalization", "InstanceNormalization", "GroupNormalization", "BatchNormalization"]), 2),
-    **dict.fromkeys(map(op_key, ["Gelu", "Mish", "com.microsoft::Gelu", "Resize", "GridSample"]), 2),
-    **dict.fromkeys(map(op_key, ["Tanh", "Sigmoid", "Exp", "Softmax", "LogSoftmax", "SoftmaxCrossEntropyLoss"]), 0.3),
+    **dict.fromkeys(_keys("LayerNormalization InstanceNormalization GroupNormalization BatchNormalization"), 2),
+    **dict.fromkeys(_keys("Gelu Mish com.microsoft::Gelu Resize GridSample"), 2),
+    **dict.fromkeys(_keys("Tanh Sigmoid Exp Softmax LogSoftmax SoftmaxCrossEntropyLoss"), 0.3),
 }
 
-# Inputs that a gradient rule reads for their shape alone ("*": all), so that their elements need not be kept.
-_SHAPE_READ: dict[OpKey, str | tuple[int, ...]] = {
-    **dict.fromkeys(
-        map(
-            op_key,
-            ["Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Concat", "Split", "Slice", "Pad", "Tile", "Trilu", "Cast", "CastLike", "Sum", "Mean", "ReduceSum", "ReduceMean", "GlobalAveragePool", "AveragePool", "Resize", "DepthToSpace", "SpaceToDepth", "CumSum", "Col2Im", "ReverseSequence", "CenterCropPad", "DFT"],
-        ),
-        "*",
-    ),
-    **dict.fromkeys(map(op_key, ["Gather", "GatherElements", "GatherND", "Compress", "NegativeLogLikelihoodLoss"]), (0,)),
-    ("", "Gemm"): (2,),
-    ("", "Where"): (1, 2),
+# Inputs that a gradient rule reads for their shape alone, so that their elements need not be kept; None: all.
+_SHAPE_READ: dict[OpKey, tuple[int, ...] | None] = {
+    **dict.fromkeys(_keys("Reshape Flatten Transpose Squeeze Unsqueeze Concat Split Slice Pad Tile Trilu Cast CastLike"), None),
+    **dict.fromkeys(_keys("Sum Mean ReduceSum ReduceMean GlobalAveragePool AveragePool Resize DepthToSpace CumSum"), None),
+    **dict.fromkeys(_keys("SpaceToDepth Col2Im ReverseSequence CenterCropPad DFT"), None),
+    **dict.fromkeys(_keys("Gather GatherElements GatherND Compress NegativeLogLikelihoodLoss"), (0,)),
+    **dict.fromkeys(_keys("Gemm"), (2,)),
+    **dict.fromkeys(_keys("Where"), (1, 2)),
 }
 
 # Operators of several factors: a factor is kept for the gradients of the others.
-_FACTORS = frozenset(op_key(name) for name in ["Mul", "MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum"])
+_FACTORS = frozenset(_keys("Mul MatMul Gemm Conv ConvTranspose Einsum"))
 
 # Outputs that the backward adds to a node that has them not: bytes, from the sizes of the first input and the output.
 _ADDED: dict[OpKey, Callable[[int, int], int]] = {
@@ -431,20 +429,21 @@ def kept_values(node: ir.Node, shapes: Shapes, active: Container[ir.Value]) -> t
     if key in CONTROL:
         return [v for v in [*node.inputs, *captured(node), *node.outputs] if v is not None and is_float(v)], 0
     rule = GRADIENTS.get(key)
-    if rule is None:
-        return [], 0
-    by_shape = _SHAPE_READ.get(key, ())
-    kept = []
-    for value in dict.fromkeys(rule.reads(node)):
-        places = [i for i, v in enumerate(node.inputs) if v is value]
-        if places and (by_shape == "*" or all(i in by_shape for i in places)):
-            continue
-        others = [v for v in node.inputs if v is not None and v in active and (v is not value or len(places) > 1)]
-        if not places and by_shape == "*":
-            continue
-        if key not in _FACTORS or others:
-            kept.append(value)
+    read = [] if rule is None else list(dict.fromkeys(rule.reads(node)))
     added = _ADDED.get(key)
     if added is None or len(node.outputs) > 1 or node.inputs[0] is None:
-        return kept, 0
-    return kept, added(shapes.elements(node.inputs[0]), shapes.elements(node.outputs[0]))
+        extra = 0
+    else:
+        extra = added(shapes.elements(node.inputs[0]), shapes.elements(node.outputs[0]))
+    return [v for v in read if _is_kept(node, v, active)], extra
+
+
+def _is_kept(node: ir.Node, value: ir.Value, active: Container[ir.Value]) -> bool:
+    """Whether the elements of a value that the gradient rule reads matter."""
+    key, places = node_key(node), [i for i, v in enumerate(node.inputs) if v is value]
+    if key in _SHAPE_READ:
+        by_shape = _SHAPE_READ[key]
+        if by_shape is None or (places and all(i in by_shape for i in places)):
+            return False
+    others = [v for i, v in enumerate(node.inputs) if v is not None and v in active and (v is not value or len(places) > 1)]
+    return key not in _FACTORS or bool(others)
