@@ -209,6 +209,13 @@ class GlobalLpPool(OpRun):
         return ((np.abs(x) ** p).sum(axis=tuple(range(2, x.ndim)), keepdims=True) ** (1 / p),)
 
 
+class GlobalMaxPool(OpRun):
+    """ONNX's reference knows two spatial axes only."""
+
+    def _run(self, x):
+        return (x.max(axis=tuple(range(2, x.ndim)), keepdims=True),)
+
+
 class LpPool(OpRun):
     """ONNX's reference loses the windows that begin inside and end outside; this follows the spec."""
 
@@ -362,6 +369,7 @@ REPLACED = [
     AffineGrid,
     LpNormalization,
     GlobalLpPool,
+    GlobalMaxPool,
     LpPool,
     MeanVarianceNormalization,
     LRN,
