@@ -29,6 +29,7 @@ from ortc.graph.partition import (
     choose_replicated,
     fill,
     imbalance,
+    light,
     partition,
     path,
     place_replicated,
@@ -39,9 +40,6 @@ from ortc.graph.partition import (
 )
 from ortc.graph.shapes import is_float
 from ortc.passes.costs import LINK_BANDWIDTH, Cost, NodeCost, Shapes, concrete_sizes, kept_values, node_cost
-
-# Nodes that no cut tensor needs may leave the last stage where they take at most this share of a stage's ideal time.
-_LIGHT_SHARE = 0.001
 
 
 @dataclass(frozen=True)
@@ -286,8 +284,7 @@ def _by_cuts(graph: ir.Graph, problem: Problem, options: PartitionOptions) -> di
         ended += zip(names, ends, strict=True)
         boundaries.append(names)
     left = [i for i in range(len(problem.nodes)) if i not in stage_of]
-    total = sum(node.seconds for node in problem.nodes)
-    light = [i for i in left if not problem.nodes[i].last and problem.nodes[i].seconds <= _LIGHT_SHARE * total / options.stages]
+    movable = set(left) & set(light(problem, options.stages))
     stage_of |= dict.fromkeys(left, options.stages - 1)
     readers = readers_of(problem)
     for stage, names in enumerate(boundaries):
@@ -297,7 +294,7 @@ def _by_cuts(graph: ir.Graph, problem: Problem, options: PartitionOptions) -> di
                     f"cuts: {name!r} is not between two stages: everything that reads it is in stage {stage} or before; "
                     "cut at a tensor that the rest of the model reads"
                 )
-    return settle(problem, stage_of, light)
+    return settle(problem, stage_of, movable)
 
 
 def _check_cut(graph: ir.Graph, problem: Problem, name: str, numbers: Mapping[str, int], producers: Sequence[int]) -> None:

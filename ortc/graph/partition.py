@@ -9,6 +9,7 @@ the same way. The way of :func:`partition`:
 2. The others are put in a line: in the graph's own order, and in the order of a search from its end (:func:`search_order`).
 3. On each line contiguous cuts are found by dynamic programming over *all* positions: first the smallest possible largest
    time T, then, among all cuts that take at most 1.01·T, the least traffic. Both are exact for the line. The better line wins.
+4. Light nodes (a slice, a shape) then move over the cuts where that saves traffic, which no contiguous cut could express.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from ortc.errors import RecipeError
 
 # All replicated nodes together may take this share of a stage's ideal time: that some run twice stays unnoticed.
 _REPLICATED_SHARE = 0.01
+
+# A node that takes at most this share of a stage's ideal time may leave its place on the line where that saves traffic.
+_LIGHT_SHARE = 0.001
 
 # Sums of floats in different orders differ.
 _ROUNDING = 1e-9
@@ -503,6 +507,8 @@ def shortest_time(line: Line) -> float:
     """
     total, stages = float(line.elapsed[-1]), line.machine.stages
     lowest = max(total / stages, float(np.diff(line.elapsed).max(initial=0.0)))
+    if lowest == 0:
+        return math.inf
     sending = 2 * sum(v.crossing for v in line.problem.values) / line.machine.link
     for step in itertools.count():
         most = lowest * (1 + 0.02 * 2**step) + (sending if step else 0) * 2.0**step / 1024
@@ -588,9 +594,34 @@ def partition(problem: Problem, machine: Machine) -> Partition:
         raise RecipeError(_too_large(lines))
     cuts = [(*least_traffic(line, shortest * (1 + _INDIFFERENT)), line) for line in lines]
     _, ends, line = min(cuts, key=lambda found: found[0])
-    stage_of = {positions[i]: stage for i, stage in _stages(line, ends).items()}
-    placement = place_replicated(problem, stage_of)
+    cut = _placed(problem, positions, _stages(line, ends), machine)
+    stage_of = settle(rest, _stages(line, ends), light(rest, machine.stages))
+    settled = _placed(problem, positions, stage_of, machine)
+    limit, room = shortest * (1 + _INDIFFERENT), machine.memory or math.inf
+    better = traffic(settled.table) < traffic(cut.table)
+    fits = all(row.seconds <= limit and row.memory.total <= room for row in settled.table)
+    return settled if better and fits else cut
+
+
+def _placed(problem: Problem, positions: Sequence[int], stage_of: Mapping[int, int], machine: Machine) -> Partition:
+    placement = place_replicated(problem, {positions[i]: stage for i, stage in stage_of.items()})
     return Partition(placement, stage_table(problem, placement, machine))
+
+
+def light(problem: Problem, stages: int) -> list[int]:
+    """The nodes that may be moved for their traffic alone: each takes next to nothing of a stage's ideal time.
+
+    A node that reads parameters would take them along. It may where it only rewrites them (a transposed weight): what it makes
+    is as large, and would travel for each micro-batch.
+    """
+    most = _LIGHT_SHARE * sum(node.seconds for node in problem.nodes) / stages
+
+    def takes_little(node: Node) -> bool:
+        made = sum(problem.values[v].bytes for v in node.outputs)
+        rewrites = not node.inputs and sum(problem.parameters[p].bytes for p in node.parameters) <= made
+        return rewrites or not node.parameters
+
+    return [i for i, node in enumerate(problem.nodes) if node.seconds <= most and not node.last and takes_little(node)]
 
 
 def _stages(line: Line, ends: Sequence[int]) -> dict[int, int]:
