@@ -732,6 +732,15 @@ def _windows(inference: ShapeInference, node: ir.Node) -> None:
     inference.refine(first, shape)
     for value in node.outputs[1:]:
         value.shape = merged(dims(first), dims(value))
+    if not _attribute(node, "ceil_mode", 0) or mode != "NOTSET":
+        return
+    for i, size in enumerate(have[2:]):
+        if isinstance(size, int):
+            last = -(-(size + pads[i] + pads[count + i] - dilations[i] * (kernel[i] - 1) - 1) // strides[i])
+            if last * strides[i] >= size + pads[i]:
+                # A window in the padding alone, which ONNX Runtime 1.19 makes and newer ones do not.
+                for value in node.outputs:
+                    value.shape = ir.Shape([None if a == 2 + i else d for a, d in enumerate(dims(value) or ())])
 
 
 # ONNX reads a named dimension as 0 there (1.23.2).

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from functools import cache
-
 import backend
 import pytest
-from backend import PASSED, REFUSED, WRONG, Outcome
+from backend import PASSED, REFUSED, WRONG
 
-from ortc.rules import GRADIENTS, NO_GRADIENT, OUT_OF_REACH
+from ortc.rules import GRADIENTS, OUT_OF_REACH
 
-OPERATORS = sorted({backend.operator(c) for c in backend.cases().values()})
+CASES: dict[str, list[str]] = {}
+for name, case in backend.cases().items():
+    CASES.setdefault(backend.operator(case), []).append(name)
 
+MOST = 32
 
-@cache
-def outcomes(operator: str) -> dict[str, Outcome]:
-    return {name: backend.outcome(c) for name, c in backend.cases().items() if backend.operator(c) == operator}
+# Why an operator with a gradient may have no case that passes.
+REASONS = {
+    *(backend.NO_REFERENCE, backend.NO_FLOAT, backend.STOPS, backend.OTHER_FORWARD, backend.RANDOMNESS, backend.TYPES),
+}
 
 
 @pytest.mark.filterwarnings("ignore")  # of ONNX's reference, at NaN and infinity
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", sorted(CASES))
 def test_gradients_are_central_differences(operator):
-    found = outcomes(operator)
+    # The report tries all; here those with many (Attention has over 200) are sampled.
+    names = CASES[operator][:: 1 + len(CASES[operator]) // MOST]
+    found = {name: backend.outcome(backend.cases()[name]) for name in names}
     assert {name: o.text for name, o in found.items() if o.kind == WRONG} == {}
     # What is refused is declared so as a whole, or says which form it is.
     for name, o in found.items():
         if o.kind == REFUSED:
             assert ("", operator) in OUT_OF_REACH or backend.says_which_form(o.text), f"{name}: {o.text}"
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_every_operator_with_a_rule_has_a_case_that_passes_or_a_reason():
-    """Operators whose cases are all skipped are those whose reference rounds, or that ONNX Runtime cannot run."""
-    skipped = {}
-    for operator in OPERATORS:
-        kinds = Counter(o.kind for o in outcomes(operator).values())
-        if ("", operator) in GRADIENTS and ("", operator) not in NO_GRADIENT and not kinds[PASSED]:
-            skipped[operator] = set(kinds)
-    allowed = {backend.NO_REFERENCE, backend.NO_FLOAT, backend.STOPS, backend.OTHER_FORWARD, backend.RANDOMNESS, backend.TYPES}
-    assert all(kinds <= allowed for kinds in skipped.values()), skipped
+    kinds = {o.kind for o in found.values()}
+    if ("", operator) in GRADIENTS and PASSED not in kinds:
+        assert kinds <= REASONS

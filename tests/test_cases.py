@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from gradcheck import TARGETS
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
@@ -154,7 +155,7 @@ def trainer_of(
     if not path.exists():
         onnx.save(build(case), path)
     loss = loss or [{"name": "mse", "output": "y"}]
-    plan = compile(path, folder / "stages", parse_recipe({"loss": loss, **recipe}))
+    plan = compile(path, folder / "stages", parse_recipe({"loss": loss, "target": TARGETS[-1].name, **recipe}))
     targets = list(numbers["target"].values())
     batch = {**numbers["input"], **{term.get("labels", "labels"): t for term, t in zip(loss, targets, strict=True)}}
     with Trainer(folder / "stages") as trainer:

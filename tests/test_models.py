@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gradcheck import TARGETS
 
 from ortc.artifacts import compile
 from ortc.recipe import parse_recipe
@@ -22,15 +23,16 @@ LOSSES = {
 }
 
 
-@pytest.fixture(scope="module", params=sorted(INDEX))
+@pytest.fixture(scope="module", params=[f"{name} {target.name}" for name in sorted(INDEX) for target in TARGETS])
 def trained(request, tmp_path_factory):
     """Name, stored values, plan and trainer of one model; its statistics are used as PyTorch used them."""
-    name = request.param
+    name, target = request.param.split()
     info = INDEX[name]
     with np.load(FOLDER / f"{name}.ref.npz") as archive:
         stored = {key: archive[key] for key in archive.files}
     loss = {**LOSSES[info["loss"]], "output": info["output"]}
-    recipe = parse_recipe({"loss": [loss], "batch_norm": "batch" if name.endswith("_train") else "frozen"})
+    statistics = "batch" if name.endswith("_train") else "frozen"
+    recipe = parse_recipe({"loss": [loss], "batch_norm": statistics, "target": target})
     folder = tmp_path_factory.mktemp("stages") / name
     plan = compile(FOLDER / f"{name}.onnx", folder, recipe)
     with Trainer(folder) as trainer:

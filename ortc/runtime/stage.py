@@ -59,6 +59,8 @@ def open_session(model: str | bytes, name: str, target: str, threads: int | None
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors arrive as exceptions
     options.use_deterministic_compute = True
+    # Quantised products would be computed in integers, some of which saturate: what trains is to see what it trains for.
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
     if threads is not None:
         options.intra_op_num_threads = threads
     if hasattr(ort, "ExecutionOrder"):
