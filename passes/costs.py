@@ -313,11 +313,21 @@ _SHAPE_READ: dict[OpKey, tuple[int, ...] | None] = {
 # Operators of several factors: a factor is kept for the gradients of the others.
 _FACTORS = frozenset(_keys("Mul MatMul Gemm Conv ConvTranspose Einsum"))
 
-# Outputs that the backward adds to a node that has them not: bytes, from the sizes of the first input and the output.
-_ADDED: dict[OpKey, Callable[[int, int], int]] = {
-    ("", "SoftmaxCrossEntropyLoss"): lambda x, y: 4 * x,  # log_prob
-    ("", "MaxPool"): lambda x, y: 8 * y,  # Indices
+# Outputs that the backward reads, and adds to a node that has them not: bytes.
+_ADDED: dict[OpKey, Callable[[ir.Node, Shapes], int]] = {
+    ("", "SoftmaxCrossEntropyLoss"): lambda node, shapes: 4 * _elements(node, shapes),  # log_prob
+    ("", "LayerNormalization"): lambda node, shapes: 8 * _rows(node, shapes),  # Mean, InvStdDev
+    ("", "MaxPool"): lambda node, shapes: 8 * shapes.elements(node.outputs[0]),  # Indices
 }
+
+
+def _elements(node: ir.Node, shapes: Shapes) -> int:
+    return 0 if node.inputs[0] is None else shapes.elements(node.inputs[0])
+
+
+def _rows(node: ir.Node, shapes: Shapes) -> int:
+    sizes = () if node.inputs[0] is None else shapes.of(node.inputs[0])
+    return math.prod(sizes[: node.attributes.get_int("axis", -1)])
 
 
 # ---- the cost of a node ----------------------------------------------------------------------------------------------
@@ -430,12 +440,15 @@ def kept_values(node: ir.Node, shapes: Shapes, active: Container[ir.Value]) -> t
         return [v for v in [*node.inputs, *captured(node), *node.outputs] if v is not None and is_float(v)], 0
     rule = GRADIENTS.get(key)
     read = [] if rule is None else list(dict.fromkeys(rule.reads(node)))
-    added = _ADDED.get(key)
-    if added is None or len(node.outputs) > 1 or node.inputs[0] is None:
-        extra = 0
-    else:
-        extra = added(shapes.elements(node.inputs[0]), shapes.elements(node.outputs[0]))
-    return [v for v in read if _is_kept(node, v, active)], extra
+    extra = _ADDED[key](node, shapes) if key in _ADDED and len(node.outputs) == 1 else 0
+    return [_stand_in(v) for v in read if _is_kept(node, v, active)], extra
+
+
+def _stand_in(value: ir.Value) -> ir.Value:
+    """What the model puts in place of a value where that is NaN (a masked softmax): the gradient rule does so too."""
+    readers = [use.node for use in value.uses()]
+    replaced = [node.outputs[0] for node in readers if node.op_type == "Where" and node.inputs[0] is not None]
+    return replaced[0] if replaced and any(node.op_type == "IsNaN" for node in readers) else value
 
 
 def _is_kept(node: ir.Node, value: ir.Value, active: Container[ir.Value]) -> bool:
@@ -445,5 +458,7 @@ def _is_kept(node: ir.Node, value: ir.Value, active: Container[ir.Value]) -> boo
         by_shape = _SHAPE_READ[key]
         if by_shape is None or (places and all(i in by_shape for i in places)):
             return False
-    others = [v for i, v in enumerate(node.inputs) if v is not None and v in active and (v is not value or len(places) > 1)]
+    if key == ("", "Pow") and not places:
+        return len(node.inputs) > 1 and node.inputs[1] in active  # the power itself is for the exponent's gradient
+    others = [v for v in node.inputs if v is not None and v in active and (v is not value or len(places) > 1)]
     return key not in _FACTORS or bool(others)
