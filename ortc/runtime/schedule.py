@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from ortc.errors import RecipeError
 
 Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
-Edges = Iterable[tuple[int, int]]
+Edges = AbstractSet[tuple[int, int]]
 
 _NEIGHBOUR: Mapping[str, int] = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1}
 _ACTION = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)(?:([<>])(\d+))?")
@@ -182,7 +183,7 @@ def ends(stages: int, edges: Edges | None) -> tuple[list[list[int]], list[list[i
     """For each stage the stages that it has values from, and those that have values from it; ``edges`` as in `check`."""
     earlier: list[list[int]] = [[] for _ in range(stages)]
     later: list[list[int]] = [[] for _ in range(stages)]
-    for s, t in sorted(neighbours(stages) if edges is None else set(edges)):
+    for s, t in sorted(neighbours(stages) if edges is None else edges):
         if not 0 <= s < t < stages:
             raise RecipeError(
                 f"values cannot go from stage {s} to stage {t}: they go to a later one of the {stages} stages (from 0)"
@@ -277,7 +278,6 @@ def with_transfers(schedule: Schedule, edges: Edges | None = None) -> tuple[tupl
         schedule: the schedule; it is checked.
         edges: as in `check`.
     """
-    edges = neighbours(schedule.stages) if edges is None else frozenset(edges)
     check(schedule, edges)
     waits, rank_of = _waits(schedule, edges), schedule.stage_rank
     leaving: defaultdict[Action, list[Action]] = defaultdict(list)  # the receives, on other ranks, of what an action makes
