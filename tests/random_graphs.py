@@ -53,7 +53,7 @@ class Skip(Exception):
     """The node that was tried does not fit here."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Drawn:
     """A model in float32 with static shapes, and where to differentiate it."""
 
@@ -61,9 +61,6 @@ class Drawn:
     arrays: dict[str, np.ndarray]  # of its data inputs, float ones in float32
     data: list[str]  # its float data inputs
     parameters: dict[str, np.ndarray]  # its float initialisers that may train
-
-    def __repr__(self) -> str:
-        return onnx.printer.to_text(self.model)
 
 
 class Sketch:
