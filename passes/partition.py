@@ -8,7 +8,6 @@ readers.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +24,7 @@ from ortc.graph.partition import (
     Problem,
     StageRow,
     Value,
+    amount,
     ancestors,
     choose_replicated,
     fill,
@@ -256,7 +256,7 @@ def _by_hand(
     for row in table:
         if machine.memory is not None and row.memory.total > machine.memory:
             raise RecipeError(
-                f"stage {row.stage} would take {row.memory.total} bytes, more than the limit of {math.floor(machine.memory)}: "
+                f"stage {row.stage} would take {amount(row.memory.total)}, more than the limit of {amount(machine.memory)}: "
                 f"{row.memory}; cut elsewhere, or leave the cuts to ortc"
             )
     return Partition(placement, table)

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import numpy_helper
+from onnx_ir.passes.common import DeduplicateInitializersPass, RemoveUnusedNodesPass
 
 from ortc import passes
 from ortc.artifacts import load_rules
@@ -41,8 +42,9 @@ from ortc.graph.partition import (
     stage_table,
     traffic,
 )
-from ortc.passes.costs import Cost, concrete_sizes, forward_cost, kept_values, node_cost
+from ortc.passes.costs import LINK_BANDWIDTH, Cost, concrete_sizes, forward_cost, kept_values, node_cost
 from ortc.passes.partition import PartitionOptions, assign_stages, describe
+from ortc.passes.pipeline import Gradients, merge_equal
 from ortc.recipe import parse_recipe
 from ortc.source import load_model
 from ortc.target import load_target
@@ -53,14 +55,19 @@ MODELS = Path(__file__).parent / "data" / "models"
 # ---- graphs to cut ---------------------------------------------------------------------------------------------------
 
 
-def forward(model: str | Path | onnx.ModelProto, loss: str = "mse", **options) -> ir.Graph:
+def forward(model: Path | onnx.ModelProto, loss: str = "mse", **options) -> ir.Graph:
     """The forward graph with its loss, as the partition gets it."""
+    return compiled(model, loss, **options).graph
+
+
+def compiled(model: Path | onnx.ModelProto, loss: str, **options) -> Compilation:
+    """Everything up to the training form."""
     load_rules()
     recipe = parse_recipe({"loss": [{"name": loss, "options": options}]})
     steps = passes.standard()
     upto = [step.name for step in steps].index("training-form") + 1
     loaded = ir.from_proto(model) if isinstance(model, onnx.ModelProto) else load_model(model)
-    return run_passes(steps[:upto], Compilation(loaded, recipe, load_target(recipe.target))).graph
+    return run_passes(steps[:upto], Compilation(loaded, recipe, load_target(recipe.target)))
 
 
 def text_model(text: str, **weights: tuple[int, ...] | np.ndarray) -> onnx.ModelProto:
@@ -513,14 +520,14 @@ def test_what_everybody_can_compute_travels_nowhere():
 
 # ---- cuts of models --------------------------------------------------------------------------------------------------
 
-LOSSES = {"bert.dynamo": "cross_entropy", "gpt2_sdpa.dynamo": "cross_entropy", "resnet.legacy_train": "cross_entropy"}
+EXPORTED = ("bert.dynamo", "gpt2_sdpa.dynamo", "resnet.legacy_train")
 BINDING = {"batch": 4, "sequence": 16, "N": 4}
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("name", EXPORTED)
 def test_exported_models(name, stages):
-    graph = forward(MODELS / f"{name}.onnx", LOSSES[name])
+    graph = forward(MODELS / f"{name}.onnx", "cross_entropy")
     found = assign_stages(graph, PartitionOptions(stages, micro_batches=4), BINDING, 2)
     assert list(found.stage_of) == list(graph)
     assert_forward_edges(graph, found)
@@ -556,6 +563,24 @@ def test_memory_of_a_stage_by_hand():
     assert frozen.table[0].backward_seconds == 0
 
 
+@pytest.mark.parametrize("name", [*EXPORTED, "gpt2_eager.legacy", "vit.dynamo", "norms.legacy", "lstm.dynamo", "tied.legacy"])
+def test_the_predicted_stash_is_what_the_backward_reads(name):
+    """All of it, where the forward and the backward of a compiled model are told apart by who made their nodes."""
+    options = {"axis": 1} if name.startswith("norms") else {}
+    compilation = compiled(MODELS / f"{name}.onnx", "cross_entropy", **options)
+    graph = compilation.graph
+    predicted = assign_stages(graph, PartitionOptions(1), BINDING, 2).table[0].memory.stash
+    Gradients().run(compilation)
+    DeduplicateInitializersPass()(compilation.model)
+    merge_equal(compilation.model)
+    RemoveUnusedNodesPass()(compilation.model)
+    shapes = concrete_sizes(graph, BINDING)
+    backward = {node for node in graph if node.metadata_props.get("ortc.pass") == "gradients"}
+    read = {v for node in backward if node.op_type != "Shape" for v in node.inputs if v is not None and v.producer()}
+    stash = sum(shapes.bytes(v) for v in read if v.producer() not in backward)
+    assert predicted == pytest.approx(stash, rel=0.02)
+
+
 def random_cut(problem: Problem, machine: Machine, rng: random.Random):
     """The stage table of a random topological order, cut at random."""
     predecessors = problem.predecessors()
@@ -569,22 +594,25 @@ def random_cut(problem: Problem, machine: Machine, rng: random.Random):
     return stage_table(problem, [(stage[i],) for i in range(len(order))], machine)
 
 
-@pytest.mark.parametrize("stages", [3, 4])
 @pytest.mark.parametrize("make", [unet, encoder_decoder])
-def test_cuts_have_less_traffic_than_random_balanced_ones(make, stages):
+def test_cuts_are_quicker_and_have_less_traffic_than_random_balanced_ones(make):
+    """Balanced are those random cuts that the slowest stage puts into the best twentieth."""
     graph = forward(make())
-    options = PartitionOptions(stages)
-    found = assign_stages(graph, options, {"N": 4}, 2)
-    assert_forward_edges(graph, found)
-    problem, _ = describe(graph, concrete_sizes(graph, {"N": 4}), options, 2)
-    plain = Problem([dataclasses.replace(n, replicable=False) for n in problem.nodes], problem.values, problem.parameters)
     rng = random.Random(0)
-    tables = [random_cut(plain, Machine([1] * stages, 14e9), rng) for _ in range(2000)]
-    slowest = max(row.seconds for row in found.table)
-    assert slowest <= 1.01 * min(max(row.seconds for row in t) for t in tables)
-    balanced = sorted(traffic(t) for t in tables if max(row.seconds for row in t) <= 1.15 * slowest)
-    assert len(balanced) >= 5
-    assert traffic(found.table) < balanced[len(balanced) // 2]
+    ours, theirs = [], []
+    for stages in (2, 3, 4):
+        options, shapes = PartitionOptions(stages), concrete_sizes(graph, {"N": 4})
+        found = assign_stages(graph, options, {"N": 4}, 2)
+        assert_forward_edges(graph, found)
+        problem, _ = describe(graph, shapes, options, 2)
+        plain = dataclasses.replace(problem, nodes=[dataclasses.replace(n, replicable=False) for n in problem.nodes])
+        tables = [random_cut(plain, Machine([1] * stages, LINK_BANDWIDTH), rng) for _ in range(1000)]
+        balanced = sorted(tables, key=lambda t: max(row.seconds for row in t))[:50]
+        assert max(row.seconds for row in found.table) <= 1.01 * max(row.seconds for row in balanced[0])
+        ours.append(traffic(found.table))
+        theirs.append(sorted(map(traffic, balanced))[25])
+    assert all(a <= b for a, b in zip(ours, theirs, strict=True))
+    assert sum(ours) < sum(theirs)
 
 
 def test_an_encoder_decoder_is_cut_between_the_two():

@@ -153,6 +153,9 @@ class Memory:
         """The sum."""
         return self.parameters + self.gradients + self.state + self.stash + self.boundary
 
+    def __str__(self) -> str:
+        return ", ".join(f"{f.name} {amount(getattr(self, f.name))}" for f in dataclasses.fields(self))
+
 
 @dataclass(frozen=True)
 class StageRow:
@@ -649,15 +652,15 @@ def _too_large(lines: Sequence[Line]) -> str:
     table = stage_table(line.problem, [(stage_of[i],) for i in range(len(line.order))], machine)
     row = max(table, key=lambda r: r.memory.total)
     inside = [line.problem.nodes[i].name for i in line.order if stage_of[i] == row.stage]
-    parts = ", ".join(f"{f.name} {_amount(getattr(row.memory, f.name))}" for f in dataclasses.fields(row.memory))
     return (
-        f"no cut into {machine.stages} stages fits {_amount(machine.memory or 0)} a stage; the smallest limit that would do is "
-        f"{_amount(smallest)} ({math.ceil(smallest)} bytes). Then the largest is stage {row.stage}, from node {inside[0]!r} "
-        f"to {inside[-1]!r}: {parts}. Raise the limit, take more stages, or hold fewer micro-batches in flight"
+        f"no cut into {machine.stages} stages fits {amount(machine.memory or 0)} a stage; the smallest limit that would do is "
+        f"{amount(smallest)} ({math.ceil(smallest)} bytes). Then the largest is stage {row.stage}, from node {inside[0]!r} "
+        f"to {inside[-1]!r}: {row.memory}. Raise the limit, take more stages, or hold fewer micro-batches in flight"
     )
 
 
-def _amount(size: float) -> str:
+def amount(size: float) -> str:
+    """A number of bytes for people."""
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.4g} {unit}"
