@@ -24,9 +24,10 @@ from onnx_ir.passes.common import DeduplicateInitializersPass, RemoveUnusedNodes
 
 from ortc import passes
 from ortc.artifacts import load_rules
-from ortc.autodiff import captured
+from ortc.autodiff import build_gradients, captured
 from ortc.compiler import Compilation, role, run_passes
 from ortc.errors import RecipeError
+from ortc.graph.builder import Builder
 from ortc.graph.partition import (
     Line,
     Machine,
@@ -44,7 +45,7 @@ from ortc.graph.partition import (
 )
 from ortc.passes.costs import LINK_BANDWIDTH, Cost, concrete_sizes, forward_cost, kept_values, node_cost
 from ortc.passes.partition import PartitionOptions, assign_stages, describe
-from ortc.passes.pipeline import Gradients, merge_equal
+from ortc.passes.pipeline import merge_equal
 from ortc.recipe import parse_recipe
 from ortc.source import load_model
 from ortc.target import load_target
@@ -57,17 +58,12 @@ MODELS = Path(__file__).parent / "data" / "models"
 
 def forward(model: Path | onnx.ModelProto, loss: str = "mse", **options) -> ir.Graph:
     """The forward graph with its loss, as the partition gets it."""
-    return compiled(model, loss, **options).graph
-
-
-def compiled(model: Path | onnx.ModelProto, loss: str, **options) -> Compilation:
-    """Everything up to the training form."""
     load_rules()
     recipe = parse_recipe({"loss": [{"name": loss, "options": options}]})
     steps = passes.standard()
     upto = [step.name for step in steps].index("training-form") + 1
     loaded = ir.from_proto(model) if isinstance(model, onnx.ModelProto) else load_model(model)
-    return run_passes(steps[:upto], Compilation(loaded, recipe, load_target(recipe.target)))
+    return run_passes(steps[:upto], Compilation(loaded, recipe, load_target(recipe.target))).graph
 
 
 def text_model(text: str, **weights: tuple[int, ...] | np.ndarray) -> onnx.ModelProto:
@@ -547,6 +543,33 @@ def test_a_tied_embedding_is_in_both_stages():
     assert sum(row.parameters for row in found.table) == len(held) + 1
 
 
+def test_the_counters_of_dropout_are_computed_in_every_stage():
+    text = """g (float[N,64] x) => (float[N,64] y) {
+        h0 = MatMul (x, w0)    d0 = Dropout (h0, half, yes)
+        h1 = MatMul (d0, w1)   d1 = Dropout (h1, half, yes)
+        y = MatMul (d1, w2)
+    }"""
+    weights = {"w0": (64, 64), "w1": (64, 64), "w2": (64, 64), "half": np.array(0.5, np.float32), "yes": np.array(True)}
+    graph = forward(text_model(text, **weights))
+    found = assign_stages(graph, PartitionOptions(2), {"N": 4096}, 2)
+    assert_forward_edges(graph, found)
+    assert {node.metadata_props["ortc.rule"] for node in found.duplicated} == {"counter"}
+    assert found.table[0].sends == {1: 4 * 4096 * 64}
+
+
+def test_a_data_input_whose_gradient_is_wanted_is_read_once():
+    text = """g (float[N,64] x) => (float[N,64] y) {
+        s = Sigmoid (x)   h = MatMul (s, w0)   t = Tanh (h)   u = Add (t, s)   y = MatMul (u, w1)
+    }"""
+    graph = forward(text_model(text, w0=(64, 64), w1=(64, 64)))
+    nodes = {node.op_type: node for node in graph}
+    free = assign_stages(graph, PartitionOptions(2, cuts=["t"]), {"N": 8}, 2)
+    wanted = assign_stages(graph, PartitionOptions(2, cuts=["t"], wrt=["x"]), {"N": 8}, 2)
+    assert nodes["Sigmoid"] not in wanted.duplicated
+    assert wanted.table[0].returns == {1: 2 * 4 * 8 * 64}
+    assert wanted.table[0].backward_seconds > free.table[0].backward_seconds
+
+
 def test_memory_of_a_stage_by_hand():
     """Stage 0 of an MLP: 4 bytes a weight and its gradient, 8 of Adam, the kept activations twice, the boundary both ways."""
     graph = forward(mlp((8, 16, 32, 4)))
@@ -565,15 +588,17 @@ def test_memory_of_a_stage_by_hand():
 
 @pytest.mark.parametrize("name", [*EXPORTED, "gpt2_eager.legacy", "vit.dynamo", "norms.legacy", "lstm.dynamo", "tied.legacy"])
 def test_the_predicted_stash_is_what_the_backward_reads(name):
-    """All of it, where the forward and the backward of a compiled model are told apart by who made their nodes."""
+    """All of it, as compiled: nodes of the backward say that they are."""
     options = {"axis": 1} if name.startswith("norms") else {}
-    compilation = compiled(MODELS / f"{name}.onnx", "cross_entropy", **options)
-    graph = compilation.graph
+    graph = forward(MODELS / f"{name}.onnx", "cross_entropy", **options)
     predicted = assign_stages(graph, PartitionOptions(1), BINDING, 2).table[0].memory.stash
-    Gradients().run(compilation)
-    DeduplicateInitializersPass()(compilation.model)
-    merge_equal(compilation.model)
-    RemoveUnusedNodesPass()(compilation.model)
+    op, loss = Builder(graph), graph.outputs[0]
+    gradients = build_gradients(op, {loss: op.const(1, like=loss)}, [v for v in graph.inputs if role(v) == "parameter"])
+    graph.outputs.extend(gradients.values())
+    model = ir.Model(graph, ir_version=10)
+    DeduplicateInitializersPass()(model)
+    merge_equal(model)
+    RemoveUnusedNodesPass()(model)
     shapes = concrete_sizes(graph, BINDING)
     backward = {node for node in graph if node.metadata_props.get("ortc.pass") == "gradients"}
     read = {v for node in backward if node.op_type != "Shape" for v in node.inputs if v is not None and v.producer()}
