@@ -195,6 +195,17 @@ def _placed(i: int, size: int, low: float, high: float, padding_mode: str) -> in
     return i
 
 
+class GroupNormalization(OpRun):
+    """ONNX's reference rounds to float32."""
+
+    def _run(self, X, scale, bias, epsilon=1e-5, num_groups=None, stash_type=1):
+        groups = X.reshape(X.shape[0], num_groups, -1)
+        mean, variance = (f(groups, axis=-1, keepdims=True) for f in (np.mean, np.var))
+        per_channel = (-1, *[1] * (X.ndim - 2))
+        Y = ((groups - mean) / np.sqrt(variance + epsilon)).reshape(X.shape)
+        return (Y * scale.reshape(per_channel) + bias.reshape(per_channel),)
+
+
 class LpNormalization(OpRun):
     """ONNX's reference takes the 1-norm without absolute values."""
 
@@ -214,6 +225,39 @@ class GlobalMaxPool(OpRun):
 
     def _run(self, x):
         return (x.max(axis=tuple(range(2, x.ndim)), keepdims=True),)
+
+
+class MaxPool(OpRun):
+    """ONNX's reference is wrong for SAME_LOWER, and in the indices where there is one spatial axis."""
+
+    def _run(self, x, *, auto_pad, ceil_mode, dilations, kernel_shape, pads, storage_order, strides):
+        n, sizes = x.ndim - 2, x.shape[2:]
+        strides, dilations = strides or [1] * n, dilations or [1] * n
+        reach = [(k - 1) * d + 1 for k, d in zip(kernel_shape, dilations, strict=True)]
+        pads = list(pads) if pads and auto_pad in (None, "NOTSET") else [0] * 2 * n
+        if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
+            total = [max((-(-i // s) - 1) * s + r - i, 0) for i, s, r in zip(sizes, strides, reach, strict=True)]
+            halves = [t // 2 for t in total], [t - t // 2 for t in total]
+            pads = [p for half in (halves if auto_pad == "SAME_UPPER" else halves[::-1]) for p in half]
+        span = [i + a + b - r for i, a, b, r in zip(sizes, pads, pads[n:], reach, strict=False)]
+        made = [(-(-t // s) if ceil_mode else t // s) + 1 for t, s in zip(span, strides, strict=True)]
+        made = [m - ((m - 1) * s >= i + a) for m, s, i, a in zip(made, strides, sizes, pads, strict=False)]  # begins beyond x
+        widths = [(0, 0)] * 2 + [(a, b + s) for a, b, s in zip(pads, pads[n:], strides, strict=False)]
+        least = -np.inf if x.dtype.kind == "f" else np.iinfo(x.dtype).min
+        full = np.pad(x, widths, constant_values=least)
+        numbers = np.arange(x.size).reshape(x.shape)
+        if storage_order:
+            numbers = np.arange(x.size).reshape(*x.shape[:2], *sizes[::-1]).transpose(0, 1, *range(n + 1, 1, -1))
+        numbers = np.pad(numbers, widths, constant_values=-1)
+        parts = []
+        for place in np.ndindex(*kernel_shape):
+            steps = zip(place, dilations, strides, made, strict=True)
+            at = (slice(None), slice(None), *(slice(j * d, j * d + s * (m - 1) + 1, s) for j, d, s, m in steps))
+            parts.append((full[at], numbers[at]))
+        values, places = (np.stack(part) for part in zip(*parts, strict=True))
+        best = values.argmax(axis=0)[None]
+        found = [np.take_along_axis(part, best, axis=0)[0] for part in (values, places)]
+        return tuple(found[: len(self.onnx_node.output)])
 
 
 class LpPool(OpRun):
@@ -365,11 +409,13 @@ def _activations(names: Sequence[str], attributes: Mapping[str, Any]) -> list[Ca
 
 
 REPLACED = [
+    GroupNormalization,
     GridSample,
     AffineGrid,
     LpNormalization,
     GlobalLpPool,
     GlobalMaxPool,
+    MaxPool,
     LpPool,
     MeanVarianceNormalization,
     LRN,

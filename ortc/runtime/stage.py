@@ -41,10 +41,14 @@ def import_onnxruntime() -> Any:
     return onnxruntime
 
 
+_DISABLED = ["CommonSubexpressionElimination", "NoopElimination"]
+
+
 def open_session(model: str | bytes, name: str, target: str, threads: int | None = None) -> onnxruntime.InferenceSession:
     """Open a graph with the options that training needs.
 
-    The compiler decides the order of the nodes, and recomputed values must not be merged back into the originals.
+    The compiler decides the order of the nodes, and recomputed values must not be merged back into the originals. The search
+    for factors that are 1 reads beyond constants with a size of 0 (ONNX Runtime 1.19.2): it gives wrong shapes, or crashes.
 
     Args:
         model: path or bytes of the ONNX file.
@@ -66,9 +70,7 @@ def open_session(model: str | bytes, name: str, target: str, threads: int | None
     if hasattr(ort, "ExecutionOrder"):
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
     try:
-        return ort.InferenceSession(
-            model, options, providers=["CPUExecutionProvider"], disabled_optimizers=["CommonSubexpressionElimination"]
-        )
+        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"], disabled_optimizers=_DISABLED)
     except Exception as error:
         hint = ""
         if target == "ort-training":
