@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -41,7 +42,12 @@ TOLERANCES = (
 # A gradient whose norm is below this part of the largest is judged against that part: it may be zero but for rounding.
 VANISHING = 1e-3
 
-Verdict = Literal["right", "at a kink", "WRONG"]
+Verdict = Literal["right", "at a kink", "straight-through", "WRONG"]
+
+NOT_JUDGED: dict[Verdict, str] = {
+    "at a kink": "the loss has no derivative there (a ReLU at 0, equal maxima, a jump, …); other data may avoid it",
+    "straight-through": "a rounding lies before the loss, whose gradient is declared, and no derivative",
+}
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,9 @@ def check_gradients(
     floor = VANISHING * max(_norm(g) for g in gradients.values())
     console = Console()
     rows = [
-        check_one(name, gradients[name], lambda at, name=name: function(names[name], at), function.here, tolerance, floor)
+        _unjudged(name, gradients[name])
+        if names[name] in function.straight_through
+        else check_one(name, gradients[name], lambda at, name=name: function(names[name], at), function.here, tolerance, floor)
         for name in track(checked, "differences", console=Console(stderr=True), transient=True, disable=not console.is_terminal)
     ]
     _print(console if console.is_terminal else Console(width=240), rows, kind, tolerance)
@@ -152,12 +160,21 @@ def check_one(
         tolerance: relative to the gradient's norm (or the difference, if that is larger).
         floor: the least norm to be relative to.
     """
-    direction = np.random.default_rng(list(name.encode())).standard_normal(gradient.shape)
+    direction = _direction(name, gradient)
     exact = float(np.sum(gradient.astype(np.float64) * direction))
     scale = max(_norm(gradient), floor)
     numeric, smooth = difference(lambda h: loss(h * direction), here, exact, tolerance * scale)
     error = abs(exact - numeric) / max(scale, abs(numeric), np.finfo(np.float64).tiny)
     return Checked(name, exact, numeric, error, "right" if error <= tolerance else "WRONG" if smooth else "at a kink")
+
+
+def _direction(name: str, like: np.ndarray) -> np.ndarray:
+    return np.random.default_rng(list(name.encode())).standard_normal(like.shape)
+
+
+def _unjudged(name: str, gradient: np.ndarray) -> Checked:
+    exact = float(np.sum(gradient.astype(np.float64) * _direction(name, gradient)))
+    return Checked(name, exact, math.nan, math.nan, "straight-through")
 
 
 def difference(loss: Callable[[float], float], here: float, expected: float, tolerance: float) -> tuple[float, bool]:
@@ -183,14 +200,21 @@ def difference(loss: Callable[[float], float], here: float, expected: float, tol
 
 
 class _LossInDouble:
-    """The loss of a training graph in float64, as a function of one input's displacement."""
+    """The loss of a training graph in float64, as a function of one input's displacement.
+
+    Attributes:
+        here: the loss without one.
+        straight_through: the inputs that reach it through a rounding whose gradient is declared to be no derivative.
+    """
 
     def __init__(self, graph: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> None:
-        from ortc.passes.reference import evaluator, widened
+        from ortc.passes.reference import STRAIGHT_THROUGH, evaluator, widened
 
         forward = ir.from_proto(graph)
         del forward.graph.outputs[1:]  # the first is the loss
         RemoveUnusedNodesPass()(forward)
+        rounding = [n for n in forward.graph if n.metadata_props.get("ortc.rule") in STRAIGHT_THROUGH]
+        self.straight_through = _inputs_before(rounding)
         self._evaluator = evaluator(widened(ir.to_proto(forward)))
         read = set(self._evaluator.input_names)
         self._feeds = {k: v.astype(np.float64) if v.dtype.kind == "f" else v for k, v in feeds.items() if k in read}
@@ -205,6 +229,24 @@ class _LossInDouble:
                 return float(self._evaluator.run(None, dict(feeds))[0])
         except Exception as error:
             raise OrtcError(f"ONNX's reference evaluator cannot run the forward graph in float64: {error}") from None
+
+
+def _inputs_before(nodes: Iterable[ir.Node]) -> set[str]:
+    """The names of the graph inputs that the nodes depend on."""
+    left, seen = list(nodes), set()
+    found: set[str] = set()
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for value in node.inputs:
+            producer = None if value is None else value.producer()
+            if producer is not None:
+                left.append(producer)
+            elif value is not None:
+                found.add(value.name or "")
+    return found
 
 
 def _fed(port: Port, batch: Batch, trainer: Trainer) -> np.ndarray:
@@ -237,17 +279,15 @@ def _print(console: Console, rows: Sequence[Checked], kind: str, tolerance: floa
     for row in rows:
         table.add_row(row.name, f"{row.exact:.7g}", f"{row.numeric:.7g}", f"{row.error:.1e}", row.verdict)
     console.print(table)
-    judged = [row for row in rows if row.verdict != "at a kink"]
+    judged = [row for row in rows if row.verdict in ("right", "WRONG")]
     if judged:
         worst = max(judged, key=lambda row: row.error)
         text = f"worst: {worst.name}, relative error {worst.error:.1e} (tolerance {tolerance:g}, for the rounding of {kind})"
         console.print(text, markup=False)
-    if len(judged) < len(rows):
-        text = (
-            f"{len(rows) - len(judged)} of {len(rows)} at a kink or a jump of the loss (a ReLU at 0, equal maxima, …), which "
-            "has no derivative there: not judged; other data may avoid it"
-        )
-        console.print(text, markup=False)
+    for verdict, why in NOT_JUDGED.items():
+        count = sum(row.verdict == verdict for row in rows)
+        if count:
+            console.print(f"{count} of {len(rows)} {verdict}, not judged: {why}", markup=False)
     wrong = [row.name for row in rows if row.verdict == "WRONG"]
     if wrong:
         console.print(f"WRONG: {len(wrong)} of {len(rows)}; a rule between the loss and {wrong[-1]} is at fault", markup=False)

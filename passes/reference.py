@@ -20,6 +20,9 @@ from onnx.reference.ops.op_scan import Scan as StandardScan
 
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
+# Rules (as ``ortc.rule`` says of a node) whose gradient is by declaration not the derivative.
+STRAIGHT_THROUGH = frozenset({"FakeQuantize"})
+
 
 def evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
     """Runs a model of standard operators in the types that it has; ``run(None, feeds)`` gives its outputs."""

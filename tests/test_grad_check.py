@@ -44,6 +44,14 @@ g (float[n,6] x) => (float[n,4] y) <float[6,4] w = {FIRST}, float[4] zeros = {0,
 }"""
 
 
+QUANTISED = """
+<ir_version: 9, opset_import: ["" : 19]>
+g (float[n,6] x) => (float[n,4] y)
+<float[6,5] first = {FIRST}, float[5,4] last = {LAST}, float scale = {0.05}, int8 zero = {0}> {
+  q = QuantizeLinear(first, scale, zero) d = DequantizeLinear(q, scale, zero) h = MatMul(x, d) y = MatMul(h, last)
+}"""
+
+
 @pytest.fixture(autouse=True)
 def own_tables():
     """The declarations that a test adds are gone after it."""
@@ -151,6 +159,13 @@ def test_a_kink_is_told_and_not_judged(check, tmp_path):
     assert code == 0, out + err
     assert verdicts(out) == {"w": "right", "zeros": "at a kink", "scale": "right"}
     assert "1 of 3 at a kink" in out
+
+
+def test_what_lies_before_a_rounding_is_told_and_not_judged(check, tmp_path):
+    code, out, err = check(save(QUANTISED, tmp_path / "quantised.onnx"), "--check", "--loss", "mse")
+    assert code == 0, out + err
+    assert "1 of 2 straight-through, not judged" in out
+    assert "worst: last, " in out
 
 
 def test_data_inputs_are_checked_too(check, tmp_path):
