@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -135,7 +136,7 @@ def check_gradients(
     rows = [
         _unjudged(name, gradients[name])
         if names[name] in function.straight_through
-        else check_one(name, gradients[name], lambda at, name=name: function(names[name], at), function.here, tolerance, floor)
+        else check_one(name, gradients[name], partial(function, names[name]), function.here, tolerance, floor)
         for name in track(checked, "differences", console=Console(stderr=True), transient=True, disable=not console.is_terminal)
     ]
     _print(console if console.is_terminal else Console(width=240), rows, kind, tolerance)
@@ -226,7 +227,8 @@ class _LossInDouble:
     def _run(self, feeds: Mapping[str, np.ndarray]) -> float:
         try:
             with np.errstate(all="ignore"):
-                return float(self._evaluator.run(None, dict(feeds))[0])
+                [loss] = self._evaluator.run(None, dict(feeds))
+                return float(loss)
         except Exception as error:
             raise OrtcError(f"ONNX's reference evaluator cannot run the forward graph in float64: {error}") from None
 

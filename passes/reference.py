@@ -403,7 +403,7 @@ def _activations(names: Sequence[str], attributes: Mapping[str, Any]) -> list[Ca
         "Elu": (lambda x, a: np.where(x >= 0, x, a * (np.exp(x) - 1)), 1),
     }
     left = [list(attributes.get(f"activation_{k}") or []) for k in ("alpha", "beta")]
-    found = []
+    found: list[Any] = []
     for name in names:
         function, count = table[name]
         scales = [given.pop(0) for given in left[:count]]
@@ -411,7 +411,7 @@ def _activations(names: Sequence[str], attributes: Mapping[str, Any]) -> list[Ca
     return found
 
 
-REPLACED = [
+REPLACED: list[type[OpRun]] = [
     GroupNormalization,
     GridSample,
     AffineGrid,
