@@ -115,10 +115,13 @@ class Sketch:
     # ---- values --------------------------------------------------------------------------------------------------
 
     def leaf(self, shape: Sequence[int]) -> str:
-        """A parameter or a data input of random numbers."""
+        """A parameter or a data input of random numbers.
+
+        One without elements is a data input: constants without elements crash the optimisers of ONNX Runtime 1.19.2.
+        """
         if math.prod(shape) > LARGEST:
             raise Skip
-        held, letter = (self.data, "x") if not shape or self.flag() else (self.parameters, "w")
+        held, letter = (self.data, "x") if not math.prod(shape) or not shape or self.flag() else (self.parameters, "w")
         name = f"{letter}{len(held)}"
         self.arrays[name] = self._random.standard_normal(shape).astype(np.float32).astype(np.float64)
         held.append(name)
@@ -150,6 +153,8 @@ class Sketch:
         floats = [a for a in [*found, *(self.arrays[n] for n in inputs if n)] if a.dtype.kind == "f"]
         if op_type not in OF_NOTHING and any(a.size == 0 for a in floats):
             raise Skip
+        if any(a.size == 0 for a in found) and all(self.arrays[n].size for n in inputs if n and n not in self.constants):
+            raise Skip  # only a data input has a size of 0: see leaf
         for name, array in zip(made, found, strict=True):
             if array.size > LARGEST or not np.isfinite(array).all() or np.abs(array).max(initial=0) > 100:
                 raise Skip
@@ -381,7 +386,10 @@ def reduction(s: Sketch, x: str) -> None:
         # Of the others ONNX Runtime 1.19.2 then gives x itself, where the standard has x², |x| or ln x.
         s.node(name, x, s.const(np.zeros(0, np.int64)), keepdims=keepdims, noop_with_empty_axes=s.number(0, 1))
     else:
-        s.node(name, x, s.const(np.array(s.axes(x), np.int64)), keepdims=keepdims)
+        axes = np.array(s.axes(x), np.int64)
+        if not s.arrays[x].size:  # then ONNX Runtime counts none from the end
+            axes %= max(s.rank(x), 1)
+        s.node(name, x, s.const(axes), keepdims=keepdims)
 
 
 def matmul(s: Sketch, x: str) -> None:
