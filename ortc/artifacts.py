@@ -6,14 +6,14 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
 
 from ortc import __version__
-from ortc.compiler import OF, SLOT, Compilation, paused_gc, role, run_passes
+from ortc.compiler import OF, SLOT, Compilation, of, paused_gc, role, run_passes, stages_of
 from ortc.errors import ModelError, OrtcError
 from ortc.graph.shapes import dims
 from ortc.plan import GraphFile, Plan, Port, Stage, dump_plan, fingerprint
@@ -23,7 +23,7 @@ from ortc.runtime.checkpoint import write_index
 from ortc.source import load_model, write_safetensors
 from ortc.target import load_target
 
-STAGE_PHASES = ("train", "eval", "optimizer")
+STAGE_PHASES = ("train", "forward", "backward", "backward_input", "backward_weight", "eval", "optimizer")
 _FILES = {"export": "export.template", "criterion": "criterion.onnx"}
 
 
@@ -48,9 +48,16 @@ def load_rules(files: Sequence[str | Path] = ()) -> None:
 
 
 def compiled_graphs(model: ir.Model, recipe: Recipe) -> dict[str, ir.Model]:
-    """The graphs of a compilation by phase: train, eval, optimizer, criterion (see the goldens)."""
-    graphs = compile_graphs(model, recipe).graphs
-    return {phase: graphs[phase] for phase in ("train", "eval", "optimizer", "criterion") if phase in graphs}
+    """The graphs of a compilation by phase: train, eval, optimizer (of several stages: 0.forward, …), criterion."""
+    c = compile_graphs(model, recipe)
+    several = len(c.stages) > 1
+    graphs = {f"{s}.{phase}" if several else phase: m for s, phases in enumerate(c.stages) for phase, m in in_order(phases)}
+    return {**graphs, "criterion": c.graphs["criterion"]}
+
+
+def in_order(phases: Mapping[str, ir.Model]) -> list[tuple[str, ir.Model]]:
+    """The phases of a stage, in the order in which they run."""
+    return [(name, phases[name]) for name in STAGE_PHASES if name in phases]
 
 
 def compile(
@@ -119,11 +126,7 @@ def _put_in_place(aside: Path, target: Path, force: bool) -> None:
 
 
 def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
-    stage_folder = folder / "stage-0"
-    stage_folder.mkdir()
-    phases = {
-        phase: _write_graph(c.graphs[phase], folder, f"stage-0/{phase}.onnx") for phase in STAGE_PHASES if phase in c.graphs
-    }
+    stages = [_write_stage(c, folder, index) for index in range(len(c.stages))]
     held = {p.name for p in c.parameters}
     for name in held:
         c.graphs["export"].graph.initializers.pop(name, None)
@@ -136,7 +139,7 @@ def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
         opset=c.target.opset,
         parameters=c.parameters,
         losses=c.losses,
-        stages=[Stage(index=0, parameters=[p.name for p in c.parameters], phases=phases)],
+        stages=stages,
         export=_write_graph(c.graphs["export"], folder, _FILES["export"], check=False),
         criterion=_write_graph(c.graphs["criterion"], folder, _FILES["criterion"]),
         warnings=c.warnings,
@@ -147,9 +150,26 @@ def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
     write_safetensors(checkpoint / "parameters.safetensors", weights)
     write_index(checkpoint, plan)
     _write(folder / "plan.json", dump_plan(plan).encode())
-    for path in (checkpoint, checkpoint.parent, stage_folder, folder):
+    for path in (checkpoint, checkpoint.parent, *(folder / f"stage-{s.index}" for s in stages), folder):
         _sync(path)
     return plan
+
+
+def _write_stage(c: Compilation, folder: Path, index: int) -> Stage:
+    """One stage's graphs. Parameters that no stage reads are the first one's: they are saved and exported all the same."""
+    (folder / f"stage-{index}").mkdir()
+    phases = {p: _write_graph(m, folder, f"stage-{index}/{p}.onnx") for p, m in in_order(c.stages[index])}
+    read = [
+        {of(v) for m in models.values() for v in m.graph.inputs if role(v) in ("parameter", "buffer")} for models in c.stages
+    ]
+    unread = {p.name for p in c.parameters} - set().union(*read)
+    own = read[index] | (unread if index == 0 else set())
+    return Stage(
+        index=index,
+        parameters=[p.name for p in c.parameters if p.name in own],
+        phases=phases,
+        costs=c.costs[index] if c.costs else None,
+    )
 
 
 def _write_graph(model: ir.Model, folder: Path, file: str, check: bool = True) -> GraphFile:
@@ -180,6 +200,7 @@ def port(value: ir.Value) -> Port:
         shape=None if (known := dims(value)) is None else list(known),
         of=value.metadata_props.get(OF),
         slot=value.metadata_props.get(SLOT),
+        stages=stages_of(value),
     )
 
 

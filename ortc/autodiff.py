@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from ortc.errors import ModelError
 from ortc.graph.builder import Builder, UnknownRank
-from ortc.graph.names import all_graphs
+from ortc.graph.names import captured
 from ortc.graph.shapes import is_float as is_known_float
 from ortc.rules import CONTROL, GRADIENTS, NO_GRADIENT, OUT_OF_REACH, Unsupported, node_key
 
@@ -22,27 +22,6 @@ from ortc.rules import CONTROL, GRADIENTS, NO_GRADIENT, OUT_OF_REACH, Unsupporte
 def is_float(value: ir.Value) -> bool:
     """Whether a gradient can flow into the value; of one whose type nothing says (behind an unknown operator) it is assumed."""
     return value.type is None or is_known_float(value)
-
-
-def captured(node: ir.Node) -> list[ir.Value]:
-    """Values of the surrounding graph that the node's nested bodies read."""
-    found: dict[ir.Value, None] = {}
-    for attribute in node.attributes.values():
-        bodies = [attribute.value] if attribute.type == ir.AttributeType.GRAPH else []
-        bodies += list(attribute.value) if attribute.type == ir.AttributeType.GRAPHS else []
-        for body in bodies:
-            inside = {v for g in all_graphs(body) for v in _defined(g)}
-            for graph in all_graphs(body):
-                used = [v for n in graph for v in n.inputs if v is not None] + list(graph.outputs)
-                found.update(dict.fromkeys(v for v in used if v not in inside))
-    return list(found)
-
-
-def _defined(graph: ir.Graph) -> Iterable[ir.Value]:
-    yield from graph.inputs
-    yield from graph.initializers.values()
-    for node in graph:
-        yield from node.outputs
 
 
 def differentiable_inputs(node: ir.Node) -> list[ir.Value]:
@@ -74,11 +53,16 @@ class _Trouble:
 
 def loss_gradients(op: Builder, loss: ir.Value, wrt: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
     """Append the backward of a scalar loss to its graph; see :func:`build_gradients`."""
+    return build_gradients(op, {loss: loss_seed(op, loss)}, wrt)
+
+
+def loss_seed(op: Builder, loss: ir.Value) -> ir.Value:
+    """The gradient of a scalar loss by itself: 1."""
     with op.scope(f"{loss.name}.grad", origin=loss.name or "", pass_="gradients"):
         seed = op.expand_like(op.const(1, like=loss), loss)
     if seed.producer() is not None:
         seed.name = op.names.fresh(f"{loss.name}.grad")
-    return build_gradients(op, {loss: seed}, wrt)
+    return seed
 
 
 def build_gradients(
@@ -100,7 +84,7 @@ def build_gradients(
         ModelError: listing every node on the way that has no rule, with its path.
     """
     forward = list(op.graph) if forward is None else forward
-    active = _depending_on(forward, wrt)
+    active = depending_on(forward, wrt)
     via = reached(forward, seeds)
     path = [n for n in forward if any(v in via for v in n.outputs) and any(v in active for v in differentiable_inputs(n))]
     unknown = [n for n in path if node_key(n) not in GRADIENTS and node_key(n) not in CONTROL]
@@ -147,7 +131,7 @@ def _of_inputs(
     return [(v, g) for v, g in pairs if v is not None and g is not None and v in active]
 
 
-def _depending_on(forward: Sequence[ir.Node], wrt: Iterable[ir.Value]) -> dict[ir.Value, ir.Node | None]:
+def depending_on(forward: Iterable[ir.Node], wrt: Iterable[ir.Value]) -> dict[ir.Value, ir.Node | None]:
     """Float values that depend on one of ``wrt``, with the node that made them (None for ``wrt`` themselves)."""
     active: dict[ir.Value, ir.Node | None] = dict.fromkeys(wrt)
     for node in forward:

@@ -61,6 +61,24 @@ def compile_(
     lr: Annotated[float | None, typer.Option(help="learning rate after the warm-up")] = None,
     schedule: Annotated[str | None, typer.Option(help="constant, linear, cosine or polynomial")] = None,
     warmup: Annotated[int | None, typer.Option(help="steps of linear warm-up")] = None,
+    clip_norm: Annotated[float | None, typer.Option(help="clip the gradients to this norm, all together")] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="parts of the model, for as many pipeline ranks")] = None,
+    micro_batches: Annotated[int | None, typer.Option(min=1, help="parts of a batch; gradients add up over them")] = None,
+    pipeline: Annotated[str | None, typer.Option(metavar="NAME", help="gpipe, 1f1b, interleaved or zb-h1")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="pipeline ranks, fewer than stages only for interleaved")] = None,
+    data_parallel: Annotated[
+        int | None, typer.Option(min=1, help="copies of all stages, each with its part of a batch")
+    ] = None,
+    cut: Annotated[
+        list[str] | None, typer.Option(metavar="TENSOR[,…]", help="tensors that end a stage; repeat for the next stage")
+    ] = None,
+    assign: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB=STAGE", help="nodes of a stage by name; the first that matches wins")
+    ] = None,
+    memory_limit: Annotated[str | None, typer.Option(metavar="4GiB", help="bytes that a rank may take")] = None,
+    size: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=N", help="size of a symbolic dimension, for the predicted costs")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="seed of dropout and of the data order")] = None,
     target: TargetName = None,
     rules: Rules = None,
@@ -71,7 +89,12 @@ def compile_(
     """Build the training graphs of a model."""
     chosen = build_recipe(
         recipe, loss=loss, train=train, freeze=freeze, wrt=wrt, batch_norm=batch_norm, optimizer=optimizer, lr=lr,
-        schedule=schedule, warmup=warmup, seed=seed, target=target,
+        schedule=schedule, warmup=warmup, seed=seed, target=target, clip_norm=clip_norm,
+        pipeline={
+            "stages": stages or (len(cut) + 1 if cut else None), "micro_batches": micro_batches, "schedule": pipeline,
+            "ranks": ranks, "replicas": data_parallel, "cuts": cut or None, "assign": _pairs(assign, "--assign"),
+            "memory_limit": None if memory_limit is None else parse_bytes(memory_limit), "sizes": _pairs(size, "--size"),
+        },
     )  # fmt: skip
     if write_recipe:
         from ortc.recipe import dump_recipe
@@ -227,6 +250,8 @@ def build_recipe(
     warmup: int | None = None,
     seed: int | None = None,
     target: str | None = None,
+    clip_norm: float | None = None,
+    pipeline: dict[str, Any] | None = None,
 ) -> Recipe:
     """A recipe file (or the defaults) with the flags that were given on top.
 
@@ -244,11 +269,41 @@ def build_recipe(
     tables = (
         (fields["parameters"], {"train": train or None, "freeze": freeze or None}),
         (fields["learning_rate"], {"base": lr, "schedule": schedule, "warmup": warmup}),
+        (fields["optimizer"], {"max_norm": clip_norm}),
+        (fields["pipeline"], pipeline or {}),
         (fields, {"wrt": wrt or None, "batch_norm": batch_norm, "seed": seed, "target": target}),
     )
     for table, flags in tables:
         table.update({key: value for key, value in flags.items() if value is not None})
     return parse_recipe(fields)
+
+
+def _pairs(texts: list[str] | None, flag: str) -> dict[str, int] | None:
+    """``NAME=NUMBER``, several times."""
+    pairs: dict[str, int] = {}
+    for text in texts or ():
+        name, equals, number = text.rpartition("=")
+        if not equals or not name or not number.isdecimal():
+            raise RecipeError(f"{flag}: {text!r} is not NAME=NUMBER")
+        pairs[name] = int(number)
+    return pairs or None
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(text: str) -> int:
+    """``4GiB``, ``500MB`` or a plain number of bytes.
+
+    Raises:
+        RecipeError: if it is neither.
+    """
+    number = text.rstrip("BbGgiIKkMm ")
+    unit = text[len(number) :].strip().upper()
+    try:
+        return int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError):
+        raise RecipeError(f"{text!r} is no size: write it like 4GiB, 500MB or 1000000") from None
 
 
 def parse_loss(text: str) -> dict[str, Any]:
@@ -300,9 +355,44 @@ def describe_plan(plan: Plan, output: Path) -> str:
     lines.append(
         f"  optimizer   {plan.recipe.optimizer.name}, learning rate {rate.base:g}, {rate.schedule} (--optimizer, --lr)"
     )
+    pipeline = plan.recipe.pipeline
+    if pipeline.divided:
+        ranks = (pipeline.ranks or pipeline.stages) * pipeline.replicas
+        how = f"{pipeline.stages} stages, {pipeline.schedule}, " if pipeline.stages > 1 else ""
+        lines.append(
+            f"  pipeline    {how}{pipeline.parts} micro-batches, {ranks} ranks (--stages, --micro-batches, --pipeline)"
+        )
+        lines += _stage_lines(plan)
     lines += [f"warning: {text}" for text in plan.warnings]
     lines.append(f"next: ortc run {folder} --data train.npz")
     return "\n".join(lines)
+
+
+def _stage_lines(plan: Plan) -> list[str]:
+    """The stages as predicted: what each holds, computes, sends and takes."""
+    table = [(s, s.costs) for s in plan.stages if s.costs is not None]
+    if not table:
+        return []
+    seconds = [c.forward_seconds + c.backward_seconds for _, c in table]
+    rows = [("stage", "nodes", "parameters", "GFLOP", "ms", "sends", "memory")]
+    for (stage, c), time in zip(table, seconds, strict=True):
+        held = [p for p in plan.parameters if p.name in stage.parameters]
+        memory = c.parameter_bytes + c.gradient_bytes + c.state_bytes + c.stash_bytes + c.boundary_bytes
+        sends = ", ".join(f"{_bytes(n)} to {to}" for to, n in c.sends.items()) or "-"
+        count = f"{sum(_elements(p.shape) for p in held):,}"
+        rows.append((str(stage.index), str(c.nodes), count, f"{c.flops / 1e9:.3g}", f"{time * 1e3:.3g}", sends, _bytes(memory)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+    slowest = max(seconds) * len(seconds) / sum(seconds)
+    return [*lines, f"  predicted, of one micro-batch; the slowest stage takes {slowest:.3f} of the mean"]
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.3g} {unit}"
 
 
 def _elements(shape: list[int]) -> int:

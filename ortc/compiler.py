@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import onnx_ir as ir
 
-from ortc.plan import LossInfo, ParameterInfo
+from ortc.plan import LossInfo, ParameterInfo, StageCosts
 from ortc.recipe import Recipe
 from ortc.target import Target
 
-ROLE, OF, SLOT = "ortc.role", "ortc.of", "ortc.slot"
+ROLE, OF, SLOT, STAGES = "ortc.role", "ortc.of", "ortc.slot", "ortc.stages"
 
 
 @dataclass
@@ -23,13 +23,16 @@ class Compilation:
     """What the passes work on.
 
     ``model`` is the user's model on its way to the training graph. Graphs that leave that way (the inference template, the
-    evaluation, the optimizer) are put into ``graphs`` under the phase's name; the passes that finish graphs treat all of them.
+    evaluation, the criterion) are put into ``graphs``. From the partition on, each stage has its own graphs in ``stages``,
+    under the phase's name; the passes that finish graphs treat all of them.
     """
 
     model: ir.Model
     recipe: Recipe
     target: Target
     graphs: dict[str, ir.Model] = field(default_factory=dict)
+    stages: list[dict[str, ir.Model]] = field(default_factory=list)
+    costs: list[StageCosts] = field(default_factory=list)
     weights: dict[str, ir.TensorProtocol] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)  # a weight's copy in the file -> the weight
     parameters: list[ParameterInfo] = field(default_factory=list)
@@ -42,6 +45,11 @@ class Compilation:
     def graph(self) -> ir.Graph:
         """The graph of ``model``."""
         return self.model.graph
+
+    def all_models(self) -> dict[str, ir.Model]:
+        """Every model that is in work or finished, by a name for messages."""
+        staged = {f"stage {s} {phase}": m for s, phases in enumerate(self.stages) for phase, m in phases.items()}
+        return {"model": self.model, **self.graphs, **staged}
 
 
 class Pass:
@@ -73,7 +81,7 @@ def run_passes(passes: Sequence[Pass], c: Compilation) -> Compilation:
             before = len(c.graph)
             step.run(c)
             c.history.append((step.name, before, len(c.graph)))
-            for phase, model in {"model": c.model, **c.graphs}.items():
+            for phase, model in c.all_models().items():
                 check_invariants(model, f"pass {step.name} ({phase})")
             done.append(step.name)
     return c
@@ -115,6 +123,18 @@ def set_role(value: ir.Value, role: str, of: str | None = None, slot: str | None
         if text is not None:
             value.metadata_props[key] = text
     return value
+
+
+def set_stages(value: ir.Value, stages: Iterable[int]) -> ir.Value:
+    """Say which stages are at the other end of a boundary."""
+    value.metadata_props[STAGES] = ",".join(map(str, sorted(stages)))
+    return value
+
+
+def stages_of(value: ir.Value) -> list[int] | None:
+    """The stages given by :func:`set_stages`."""
+    text = value.metadata_props.get(STAGES)
+    return None if text is None else [int(s) for s in text.split(",") if s]
 
 
 def role(value: ir.Value) -> str | None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import onnx
 
@@ -56,7 +57,8 @@ def operators() -> list[Operator]:
 
 def _describe(key: OpKey, versions: tuple[int, ...], random: set[str], sequences: frozenset[str]) -> Operator:
     domain, op_type = key
-    status, inputs, note = UNKNOWN, (), ""
+    status, note = UNKNOWN, ""
+    inputs: tuple[str, ...] = ()
     rule = GRADIENTS.get(key)
     if rule is not None:
         status, inputs = GRADIENT, rule.wrt
@@ -83,7 +85,7 @@ def _describe(key: OpKey, versions: tuple[int, ...], random: set[str], sequences
 def _brought_to_target(op_type: str) -> str:
     """How the standard's operator comes to the targets' opset; nothing if it is there already, or cannot."""
     opset = max(load_target(name).opset for name in target_names())
-    newest = onnx.defs.get_schema(op_type)
+    newest: Any = onnx.defs.get_schema(op_type)
     if newest.deprecated:
         return "in opsets that have it: by the operator that replaced it"
     if ("ortc", op_type) in LOWERINGS:

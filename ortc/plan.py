@@ -25,7 +25,10 @@ Role = Literal[
     "buffer",  # a value that training updates without a gradient (running statistics); `of` is its name
     "state",  # an optimizer's state; `of` is the parameter, `slot` says which
     "gradient",  # of a parameter or of a data input; `of` is its name in the model
-    "scalar",  # fed by the runtime; `of` is one of seed, step, micro_batch, lr
+    "boundary",  # a value from one stage to others (`stages`); `of` is its name in the whole model
+    "boundary_gradient",  # the gradient of such a value, back from the stage that read it
+    "stash",  # what a forward phase keeps for the backward of the same micro-batch
+    "scalar",  # fed by the runtime; `of` is one of seed, step, micro_batch, lr, gradient_scale, loss_weight.<term>
     "loss",  # the total loss, a scalar
     "output",  # an output of the user's model; `of` is its name there
 ]
@@ -46,6 +49,7 @@ class Port(_Table):
     )
     of: str | None = Field(None, description="what the port belongs to, see Role")
     slot: str | None = Field(None, description="which state of the parameter, e.g. exp_avg")
+    stages: list[int] | None = Field(None, description="of a boundary: the stages at the other end")
 
 
 class GraphFile(_Table):
@@ -78,12 +82,31 @@ class ParameterInfo(_Table):
     copies: list[str] = Field(default_factory=list, description="names in the model of transposed copies, which follow it")
 
 
+class StageCosts(_Table):
+    """What the compiler predicts of a stage, for one micro-batch of the sizes that it was told."""
+
+    nodes: int
+    flops: float
+    forward_seconds: float
+    backward_seconds: float
+    sends: dict[int, int] = Field(description="bytes to each later stage")
+    parameter_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    stash_bytes: int = Field(description="of one micro-batch in flight")
+    boundary_bytes: int
+
+
 class Stage(_Table):
     """What one pipeline rank holds."""
 
     index: int
     parameters: list[str] = Field(description="names of the parameters and buffers that this stage holds")
-    phases: dict[str, GraphFile] = Field(description="train, eval, optimizer")
+    phases: dict[str, GraphFile] = Field(
+        description="train, eval, optimizer; of several stages forward, backward (and its two parts backward_input, "
+        "backward_weight), eval, optimizer"
+    )
+    costs: StageCosts | None = Field(None, description="predicted, of several stages")
 
 
 class LossInfo(_Table):
@@ -95,6 +118,10 @@ class LossInfo(_Table):
     weight: float
     classes: int | None = Field(None, description="number of classes; integer targets must lie in [0, classes)")
     ignore_index: int | None = Field(None, description="a target value that is skipped")
+    class_weights: list[float] | None = Field(None, description="weights of the classes in the mean")
+    reduction: Literal["mean", "sum", "samples"] = Field(
+        "mean", description="over its targets; samples: the mean of parts of a batch counts their samples"
+    )
     chosen: str = Field(description="why this loss: the recipe, or what was recognised")
 
 
@@ -115,6 +142,10 @@ class Plan(_Table):
     criterion: GraphFile = Field(description="the loss alone: from the model's outputs and the labels")
     checkpoint: str = Field("checkpoint", description="folder of the checkpoints, step-0 is the initial one")
     warnings: list[str] = Field(default_factory=list)
+
+    def identity(self) -> str:
+        """A hash of the whole plan: ranks that work together have the same."""
+        return hashlib.sha256(dump_plan(self).encode()).hexdigest()
 
     def trainable(self) -> list[ParameterInfo]:
         """The parameters that train, in the model's order."""

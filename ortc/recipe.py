@@ -45,6 +45,7 @@ class Optimizer(_Table):
 
     name: str = Field("adamw", description="a declared optimizer: adamw, adam, sgd, lamb")
     options: dict[str, Any] = Field(default_factory=dict, description="the optimizer's own options, e.g. beta1")
+    max_norm: float | None = Field(None, gt=0, description="clip the gradients so that their norm together is at most this")
     decay_all: bool = Field(False, description="also decay biases and norms (parameters with fewer than two dimensions)")
 
 
@@ -65,6 +66,34 @@ class Parameters(_Table):
     freeze: list[str] = Field(default_factory=list, description="globs; wins over `train`")
 
 
+class Pipeline(_Table):
+    """How a step is divided: into stages over ranks, and into micro-batches."""
+
+    stages: int = Field(1, ge=1, description="parts of the model, one after the other")
+    ranks: int | None = Field(None, ge=1, description="ranks that hold them; fewer than stages only for `interleaved`")
+    micro_batches: int | None = Field(
+        None, ge=1, description="parts of a batch; default: 1 for one stage, else twice the stages"
+    )
+    schedule: str = Field("1f1b", description="gpipe, 1f1b, interleaved or zb-h1")
+    replicas: int = Field(1, ge=1, description="data-parallel copies of all stages")
+    cuts: list[str] = Field(
+        default_factory=list, description="tensors that end stage 0, 1, …; several for one joined by commas"
+    )
+    assign: dict[str, int] = Field(default_factory=dict, description="node-name glob -> stage; the first that matches wins")
+    memory_limit: int | None = Field(None, ge=1, description="bytes that a rank may take")
+    sizes: dict[str, int] = Field(default_factory=dict, description="sizes of symbolic dimensions, for the predicted costs")
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of one step, the default filled in."""
+        return self.micro_batches or (1 if self.stages == 1 else 2 * self.stages)
+
+    @property
+    def divided(self) -> bool:
+        """Whether there is more than one stage or micro-batch."""
+        return self.stages > 1 or self.parts > 1
+
+
 class Recipe(_Table):
     """Everything a compilation is told, with its defaults."""
 
@@ -79,6 +108,7 @@ class Recipe(_Table):
     optimizer: Optimizer = Field(default_factory=Optimizer)
     groups: list[Group] = Field(default_factory=list)
     learning_rate: LearningRate = Field(default_factory=LearningRate)
+    pipeline: Pipeline = Field(default_factory=Pipeline)
     seed: int = Field(0, ge=0, lt=2**31, description="seed of dropout, and of the data order in a run")
 
 

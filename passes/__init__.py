@@ -12,6 +12,7 @@ from ortc.passes.optimizer import BuildOptimizer
 from ortc.passes.parameters import ChooseParameters, DecideTraining
 from ortc.passes.pipeline import CleanUp, Decompose, Gradients, Lower, Prepare, Simplify, Upgrade
 from ortc.passes.quantization import PairQuantizers
+from ortc.passes.stages import CutStages, SplitPhases
 
 
 def standard() -> list[Pass]:
@@ -28,8 +29,10 @@ def standard() -> list[Pass]:
         DecideTraining(),
         ForkEvaluation(),
         TrainingForm(),
+        CutStages(),
         Gradients(),
         BuildOptimizer(),
         Lower(),
         CleanUp(),
+        SplitPhases(),
     ]

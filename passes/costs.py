@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from ortc.autodiff import captured, differentiable_inputs
+from ortc.autodiff import differentiable_inputs
 from ortc.errors import ModelError
-from ortc.graph.names import all_graphs
+from ortc.graph.names import all_graphs, captured
 from ortc.graph.shapes import constant, dims, is_float
 from ortc.passes.inference import infer_shapes
 from ortc.rules import CONTROL, GRADIENTS, OpKey, node_key, op_key

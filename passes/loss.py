@@ -151,6 +151,7 @@ def append_losses(
 ) -> tuple[ir.Value, list[LossInfo]]:
     """Append the weighted sum of the terms; returns the scalar and what the plan says of each."""
     op = Builder(graph)
+    divided = c is not None and c.recipe.pipeline.divided
     parts: list[ir.Value] = []
     infos: list[LossInfo] = []
     targets: dict[str, ir.Value] = {}
@@ -166,14 +167,18 @@ def append_losses(
                 value = op.Reshape(output, np.array([], np.int64)) if rank(output) else output
             elif term.name in LOSSES:
                 key = term.labels
-                value = _options_checked(term)(op, output, _label_input(graph, op, term, output, targets))
+                chosen = _summed(term) if divided else term
+                value = _options_checked(chosen)(op, output, _label_input(graph, op, term, output, targets))
             else:
                 from ortc.passes.user_loss import append_user_loss
 
                 value, key = append_user_loss(graph, op, term, outputs, targets)
             if c is not None:
                 _warn(c, term, output)
-            parts.append(value if term.weight == 1 else op.Mul(value, float(term.weight)))
+            value = value if term.weight == 1 else op.Mul(value, float(term.weight))
+            if divided:
+                value = op.Mul(value, _part_weight(graph, op, len(infos), value))
+            parts.append(value)
         infos.append(_describe(term, why, output, key))
     with op.scope("loss", origin="loss", pass_="loss"):
         total = parts[0] if len(parts) == 1 else op.Sum(*parts)
@@ -182,6 +187,18 @@ def append_losses(
     total.name = op.names.fresh("loss")
     total.shape = ir.Shape(())
     return total, infos
+
+
+def _summed(term: LossTerm) -> LossTerm:
+    """The term over a micro-batch: the sum over targets, since the mean over none of them is no number."""
+    return term.model_copy(update={"options": {**term.options, "reduction": "sum"}})
+
+
+def _part_weight(graph: ir.Graph, op: Builder, term: int, like: ir.Value) -> ir.Value:
+    """What the sum over a micro-batch's targets is multiplied with: one over those of the whole batch, for the mean."""
+    value = ir.Value(name=op.names.fresh("loss_weight"), type=like.type, shape=ir.Shape(()))
+    graph.inputs.append(set_role(value, "scalar", of=f"loss_weight.{term}"))
+    return value
 
 
 def _options_checked(term: LossTerm) -> Callable[[Any, ir.Value, ir.Value], ir.Value]:
@@ -287,6 +304,8 @@ def _describe(term: LossTerm, why: str, output: ir.Value, key: str | None) -> Lo
         weight=term.weight,
         classes=classes,
         ignore_index=ignore,
+        class_weights=term.options.get("class_weights") if integer else None,
+        reduction=term.options.get("reduction", "mean") if term.name in LOSSES else "samples",
         chosen=why,
     )
 

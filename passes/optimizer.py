@@ -107,6 +107,7 @@ class _Scalars:
     op: Builder
     step: ir.Value
     lr: ir.Value
+    gradient_scale: ir.Value | None = None  # what clipping leaves of all gradients
 
     def number(self, scalar: ir.Value, like: ir.Value) -> ir.Value:
         with self.shared():
@@ -146,18 +147,32 @@ class BuildOptimizer(Pass):
     def run(self, c: Compilation) -> None:
         declared = checked_optimizer(c)
         trained = {p.name: p for p in c.parameters if p.trainable}
-        if not trained:
-            return
-        model = new_graph("optimizer", c.target.opset, c.target.ir_version)
-        op = Builder(model.graph)
-        scalars = _scalars(op)
-        outputs: list[ir.Value] = []
-        for value in c.graph.inputs:
-            info = trained.get(of(value))
-            if info is not None and role(value) == "parameter":
-                outputs += _update(op, declared, c, info, value, scalars)
-        model.graph.outputs.extend(outputs)
-        c.graphs["optimizer"] = model
+        for phases in c.stages:
+            graph = phases["train"].graph if "train" in phases else None
+            held = [] if graph is None else [v for v in graph.inputs if role(v) == "parameter" and of(v) in trained]
+            if held:
+                phases["optimizer"] = _optimizer(c, declared, [(trained[of(v)], v) for v in held])
+
+
+def state_slots(c: Compilation) -> int:
+    """How many numbers of state the optimizer keeps for each element of a parameter."""
+    aside = new_graph("aside", c.target.opset, c.target.ir_version)
+    like = ir.Value(name="w", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1]))
+    info = ParameterInfo(name="w", role="parameter", dtype="float32", shape=[1], trainable=True, reason="")
+    op = Builder(aside.graph)
+    outputs = _update(op, checked_optimizer(c), c, info, like, _scalars(op, clipped=False))
+    return sum(role(v) == "state" for v in outputs)
+
+
+def _optimizer(c: Compilation, declared: Declared, held: list[tuple[ParameterInfo, ir.Value]]) -> ir.Model:
+    model = new_graph("optimizer", c.target.opset, c.target.ir_version)
+    op = Builder(model.graph)
+    scalars = _scalars(op, clipped=c.recipe.optimizer.max_norm is not None)
+    outputs: list[ir.Value] = []
+    for info, value in held:
+        outputs += _update(op, declared, c, info, value, scalars)
+    model.graph.outputs.extend(outputs)
+    return model
 
 
 def checked_optimizer(c: Compilation) -> Declared:
@@ -176,12 +191,16 @@ def checked_optimizer(c: Compilation) -> Declared:
     return declared
 
 
-def _scalars(op: Builder) -> _Scalars:
+def _scalars(op: Builder, *, clipped: bool) -> _Scalars:
     step = ir.Value(name=op.names.fresh("step"), type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(()))
     lr = ir.Value(name=op.names.fresh("lr"), type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(()))
     for value, what in ((step, "step"), (lr, "lr")):
         op.graph.inputs.append(set_role(value, "scalar", of=what))
     scalars = _Scalars(op, step, lr)
+    if clipped:
+        factor = ir.Value(name=op.names.fresh("gradient_scale"), type=lr.type, shape=ir.Shape(()))
+        op.graph.inputs.append(set_role(factor, "scalar", of="gradient_scale"))
+        scalars = replace(scalars, gradient_scale=factor)
     with scalars.shared():
         return replace(scalars, step=op.Cast(step, to=_DOUBLE), lr=op.Cast(lr, to=_DOUBLE))
 
@@ -203,6 +222,8 @@ def _update(
     with op.scope(info.name, origin=info.name, rule=declared.name, pass_="optimizer"):
         with scalars.shared():
             lr = scalars.lr if lr_scale == 1 else scalars.lr * lr_scale
+        if scalars.gradient_scale is not None:
+            g = g * scalars.number(scalars.gradient_scale, g)
         updated = declared.function(op, p, g, state, _Scalars(op, scalars.step, lr), **options)
     updated.name = op.names.fresh(f"{info.name}.new")
     updated.shape = p.shape

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from ortc.autodiff import captured, differentiable_inputs, reached
+from ortc.autodiff import differentiable_inputs, reached
 from ortc.compiler import matches, of, role
 from ortc.errors import RecipeError
+from ortc.graph.names import captured
 from ortc.graph.partition import (
     Machine,
     Node,

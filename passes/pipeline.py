@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass, DeduplicateInitializersPass, RemoveUnusedNodesPass
 
-from ortc.autodiff import loss_gradients
-from ortc.compiler import Compilation, Pass, of, role, set_role
+from ortc.autodiff import build_gradients, depending_on, loss_seed
+from ortc.compiler import Compilation, Pass, of, role, set_role, set_stages, stages_of
 from ortc.graph.builder import Builder
 from ortc.graph.names import all_graphs
+from ortc.graph.shapes import is_float
 from ortc.passes.inlining import take_place
 from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
 from ortc.passes.sequences import resolve_sequences
@@ -80,22 +81,74 @@ class Decompose(Pass):
 
 @dataclass(frozen=True)
 class Gradients(Pass):
-    """Appends the backward pass: the training graph's outputs are the loss, the gradients and the new buffers."""
+    """Appends each stage's backward pass, the last stage's first: a stage starts from the gradients that come back to it.
+
+    The training graph's outputs are the loss (or what goes to other stages), the gradients, and the new buffers.
+    """
 
     name = "gradients"
-    after = ("training-form",)
+    after = ("stages",)
 
     def run(self, c: Compilation) -> None:
-        graph = c.graph
-        loss, *buffers = graph.outputs
         trained = {p.name for p in c.parameters if p.trainable} | set(c.recipe.wrt)
-        wanted = [v for v in graph.inputs if of(v) in trained and role(v) in ("parameter", "data")]
-        gradients = loss_gradients(Builder(graph), loss, wanted)
-        graph.outputs.clear()
-        graph.outputs.append(loss)
-        graph.outputs.extend(set_role(gradients[v], "gradient", of=of(v)) for v in wanted)
-        graph.outputs.extend(buffers)
-        c.graphs["train"] = c.model
+        wanted = [v for v in c.graph.inputs if of(v) in trained and role(v) in ("parameter", "data")]
+        crossing = {v.name for v in depending_on(list(c.graph), wanted)} if len(c.stages) > 1 else set()
+        returned: dict[str, list[int]] = {}
+        for stage, phases in reversed(list(enumerate(c.stages))):
+            if "train" in phases:
+                _differentiate(phases["train"].graph, stage, trained, crossing, returned)
+
+
+def _differentiate(
+    graph: ir.Graph, stage: int, trained: Container[str], crossing: Container[str | None], returned: dict[str, list[int]]
+) -> None:
+    """Append the backward of one stage.
+
+    Args:
+        graph: the stage's forward.
+        stage: its index.
+        trained: parameters (and data inputs) that want a gradient.
+        crossing: values between stages that want one.
+        returned: of such a value, the stages that give back a gradient; this one's are added.
+    """
+    op = Builder(graph)
+    seeds = {}
+    for value in graph.outputs:
+        if role(value) == "loss":
+            seeds[value] = loss_seed(op, value)
+        elif role(value) == "boundary" and of(value) in returned:
+            seeds[value] = _arriving(op, value, sorted(returned[of(value)]))
+    wanted = [v for v in graph.inputs if of(v) in trained and role(v) in ("parameter", "data")]
+    boundary = [v for v in graph.inputs if role(v) == "boundary" and of(v) in crossing and is_float(v)]
+    gradients = build_gradients(op, seeds, [*wanted, *boundary])
+    for value in wanted:
+        if value not in gradients:  # another stage has the use that the loss depends on
+            with op.scope(f"{value.name}.grad", origin=value.name or "", pass_="gradients"):
+                gradients[value] = op.copy(op.zeros_like(value), like=value)
+                gradients[value].name = op.names.fresh(f"{value.name}.grad")
+    outputs = list(graph.outputs)
+    graph.outputs.clear()
+    graph.outputs.extend(v for v in outputs if role(v) != "buffer")
+    graph.outputs.extend(set_role(gradients[v], "gradient", of=of(v)) for v in wanted)
+    for value in boundary:
+        if value in gradients:
+            returned.setdefault(of(value), []).append(stage)
+            graph.outputs.append(set_role(gradients[value], "boundary_gradient", of=of(value)))
+            set_stages(gradients[value], stages_of(value) or [])
+    graph.outputs.extend(v for v in outputs if role(v) == "buffer")
+
+
+def _arriving(op: Builder, value: ir.Value, stages: list[int]) -> ir.Value:
+    """The sum of the gradients that stages give back for a value, as new inputs."""
+    parts = []
+    for stage in stages:
+        part = ir.Value(name=op.names.fresh(f"{value.name}.grad.{stage}"), type=value.type, shape=value.shape)
+        op.graph.inputs.append(set_stages(set_role(part, "boundary_gradient", of=of(value)), [stage]))
+        parts.append(part)
+    if len(parts) == 1:
+        return parts[0]
+    with op.scope(f"{value.name}.grad", origin=value.name or "", pass_="gradients"):
+        return op.Sum(*parts)
 
 
 @dataclass(frozen=True)
@@ -106,8 +159,13 @@ class Lower(Pass):
     after = ("gradients",)
 
     def run(self, c: Compilation) -> None:
-        for phase in ("train", "eval", "criterion"):
-            lower(c.graphs[phase].graph, lambda n: not keeps(c.target, n))
+        for model in _finishing(c):
+            lower(model.graph, lambda n: not keeps(c.target, n))
+
+
+def _finishing(c: Compilation) -> list[ir.Model]:
+    """The models that come to be run: of every stage, and the criterion."""
+    return [*(model for phases in c.stages for model in phases.values()), c.graphs["criterion"]]
 
 
 def keeps(target: Target, node: ir.Node) -> bool:
@@ -151,13 +209,11 @@ class CleanUp(Pass):
     after = ("lower", "optimizer")
 
     def run(self, c: Compilation) -> None:
-        for phase in ("train", "eval", "optimizer", "criterion"):
-            if phase in c.graphs:
-                model = c.graphs[phase]
-                DeduplicateInitializersPass()(model)
-                merge_equal(model)
-                RemoveUnusedNodesPass()(model)
-                drop_unused_inputs(model.graph)
+        for model in _finishing(c):
+            DeduplicateInitializersPass()(model)
+            merge_equal(model)
+            RemoveUnusedNodesPass()(model)
+            drop_unused_inputs(model.graph)
 
 
 def merge_equal(model: ir.Model) -> None:

@@ -153,7 +153,7 @@ def test_lowerings_reach_into_nested_graphs(tmp_path):
       >
     }"""
     recipe = parse_recipe({"target": "onnxruntime", "loss": [{"name": "mse"}]})
-    graphs = compile_graphs(ir.from_onnx_text(text), recipe).graphs
+    graphs = compile_graphs(ir.from_onnx_text(text), recipe).stages[0]
     everywhere = [n for phase in ("train", "eval") for n in graphs[phase].graph.all_nodes()]
     assert {n.domain for n in everywhere} == {""}
     session = onnxruntime.InferenceSession(ir.to_proto(graphs["train"]).SerializeToString())

@@ -29,6 +29,7 @@ GRAPH_MAY = {"ortc.graph", "ortc.errors", "numpy", "onnx", "onnx_ir"}
 PASSES_MAY = {
     *("ortc.passes", "ortc.compiler", "ortc.autodiff", "ortc.rules", "ortc.rewrite", "ortc.graph", "ortc.target"),
     *("ortc.plan", "ortc.recipe", "ortc.errors", "ortc.source"),
+    "ortc.runtime.schedule",  # a schedule is a pure function, which compiler and runtime both ask
     *("numpy", "onnx", "onnx_ir", "onnxscript", "networkx"),
 }
 

@@ -39,7 +39,7 @@ def test_loss_and_gradient_are_pytorchs(name, symbolic, stored):
     options = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in case["options"].items()}
     options = {k: stored[v].tolist() if isinstance(v, str) and v in stored else v for k, v in options.items()}
     recipe = parse_recipe({"loss": [{"name": case["loss"], "options": options}], "wrt": ["x"]})
-    train = compile_graphs(identity_model(output.shape, symbolic), recipe).graphs["train"]
+    train = compile_graphs(identity_model(output.shape, symbolic), recipe).stages[0]["train"]
     session = onnxruntime.InferenceSession(ir.to_proto(train).SerializeToString())
     feeds = {"x": output.astype(np.float32)}
     for value in train.graph.inputs:

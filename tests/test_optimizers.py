@@ -34,9 +34,9 @@ def optimizer_graph(shapes: dict[str, tuple[int, ...]], name: str, options: dict
         model.graph.inputs.append(set_role(value, "parameter", of=key))
         infos.append(ParameterInfo(name=key, role="parameter", dtype="float32", shape=list(shape), trainable=True, reason=""))
     fields = {"optimizer": {"name": name, "options": options, "decay_all": True}, **recipe}
-    c = Compilation(model, parse_recipe(fields), target, parameters=infos)
+    c = Compilation(model, parse_recipe(fields), target, parameters=infos, stages=[{"train": model}])
     BuildOptimizer().run(c)
-    return c.graphs["optimizer"]
+    return c.stages[0]["optimizer"]
 
 
 @pytest.mark.parametrize("setting", sorted(SETTINGS))
@@ -97,9 +97,9 @@ def test_a_group_has_its_own_rate_and_decay():
         info = ParameterInfo(name=key, role="parameter", dtype="float32", shape=list(shape), trainable=True, reason="")
         infos.append(info.model_copy(update={"group": 0 if i else None}))
     recipe = parse_recipe({"optimizer": {"name": "sgd", "options": {"weight_decay": 0.1}}, "groups": groups})
-    c = Compilation(model, recipe, target, parameters=infos)
+    c = Compilation(model, recipe, target, parameters=infos, stages=[{"train": model}])
     BuildOptimizer().run(c)
-    graph = c.graphs["optimizer"]
+    graph = c.stages[0]["optimizer"]
     session = onnxruntime.InferenceSession(ir.to_proto(graph).SerializeToString())
     ones = np.ones((2, 2), np.float32)
     feeds = {v.name: ones for v in graph.graph.inputs if role(v) != "scalar"}

@@ -24,10 +24,11 @@ from onnx_ir.passes.common import DeduplicateInitializersPass, RemoveUnusedNodes
 
 from ortc import passes
 from ortc.artifacts import load_rules
-from ortc.autodiff import build_gradients, captured
+from ortc.autodiff import build_gradients
 from ortc.compiler import Compilation, role, run_passes
 from ortc.errors import RecipeError
 from ortc.graph.builder import Builder
+from ortc.graph.names import captured
 from ortc.graph.partition import (
     Line,
     Machine,

@@ -18,7 +18,7 @@ def training_session(body: str, output: str = "float[n] y", imports: str = '"" :
     """The training graph of a model of ``float[n] x`` and ``float[n] w``, with ``y`` and ``z`` as they are in it."""
     text = f"<ir_version: 10, opset_import: [{imports}]> g (float[n] x) => ({output}) <float[1] w = {{1.0}}> {{ {body} }}"
     model = ir.from_onnx_text(text)
-    train = compile_graphs(model, parse_recipe({"loss": [{"name": "mse", "output": "y"}], "wrt": ["x"]})).graphs["train"]
+    train = compile_graphs(model, parse_recipe({"loss": [{"name": "mse", "output": "y"}], "wrt": ["x"]})).stages[0]["train"]
     graph = train.graph
     by_name = {v.name: v for node in graph for v in node.outputs}
     graph.outputs.extend(by_name[name] for name in ("y", "z") if name in by_name and by_name[name] not in graph.outputs)

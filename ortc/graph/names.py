@@ -1,4 +1,4 @@
-"""Fresh names that never collide with the user's."""
+"""Nested graphs, what they read, and fresh names that never collide with the user's."""
 
 from __future__ import annotations
 
@@ -27,6 +27,27 @@ class Names:
 def all_graphs(graph: ir.Graph) -> list[ir.Graph]:
     """The graph and the bodies nested in its nodes, outermost first."""
     return [graph, *graph.subgraphs()]
+
+
+def captured(node: ir.Node) -> list[ir.Value]:
+    """Values of the surrounding graph that the node's nested bodies read."""
+    found: dict[ir.Value, None] = {}
+    for attribute in node.attributes.values():
+        bodies = [attribute.value] if attribute.type == ir.AttributeType.GRAPH else []
+        bodies += list(attribute.value) if attribute.type == ir.AttributeType.GRAPHS else []
+        for body in bodies:
+            inside = {v for g in all_graphs(body) for v in _defined(g)}
+            for graph in all_graphs(body):
+                used = [v for n in graph for v in n.inputs if v is not None] + list(graph.outputs)
+                found.update(dict.fromkeys(v for v in used if v not in inside))
+    return list(found)
+
+
+def _defined(graph: ir.Graph) -> Iterable[ir.Value]:
+    yield from graph.inputs
+    yield from graph.initializers.values()
+    for node in graph:
+        yield from node.outputs
 
 
 def taken_names(graph: ir.Graph) -> set[str]:

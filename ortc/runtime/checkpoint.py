@@ -2,7 +2,8 @@
 
 A checkpoint holds
 
-* ``parameters.safetensors``: the parameters and buffers under the model's own names;
+* ``parameters.safetensors``: the parameters and buffers under the model's own names (of several ranks one file each,
+  ``parameters-<rank>.safetensors``, and so the optimizer's: the index says where each tensor is);
 * ``optimizer.safetensors``: the optimizer's states, each as ``<parameter>/<slot>`` (a slot has no slash, so the last
   one divides). It is missing where there are none, as in the initial checkpoint: states start at zero;
 * ``index.json``: what the files mean::
@@ -34,10 +35,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -45,6 +46,10 @@ from ortc.errors import CheckpointError
 from ortc.plan import ParameterInfo, Plan
 from ortc.runtime.messages import tell
 from ortc.runtime.stage import StateKey
+from ortc.runtime.transport import Transport
+
+if TYPE_CHECKING:
+    from ortc.runtime.worker import Worker
 
 CHECKPOINT_VERSION = 1
 PARAMETERS, OPTIMIZER, INDEX = "parameters.safetensors", "optimizer.safetensors", "index.json"
@@ -77,63 +82,102 @@ def write_index(folder: Path, plan: Plan) -> None:
         OSError: if a file cannot be read or written.
     """
     entries = {p.name: _entry(p.dtype, p.shape, PARAMETERS) for p in plan.parameters}
-    _write_index(folder, plan.fingerprint, 0, Progress(), entries, {})
+    files = {PARAMETERS: _sha256(folder / PARAMETERS)}
+    _write_index(folder, plan.fingerprint, 0, Progress(), entries, {}, files)
 
 
-def save(
-    root: Path,
-    plan: Plan,
-    progress: Progress,
-    values: Mapping[str, np.ndarray],
-    states: Mapping[StateKey, np.ndarray],
-    *,
-    keep: int,
-) -> Path:
-    """Write a checkpoint, then delete all but the last ``keep`` and the initial one.
+def save(root: Path, plan: Plan, progress: Progress, worker: Worker, *, keep: int) -> Path:
+    """Write a checkpoint, then delete all but the last ``keep`` and the initial one. All ranks call it together.
 
-    The arrays are written from where they are. A checkpoint of the same step is replaced.
+    Each rank writes what it owns, from where it is; rank 0 the index, last. A checkpoint of the same step is replaced.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: if it cannot be written; the others are as they were.
+        CheckpointError: on every rank, if one cannot write its part; the others are as they were.
     """
+    world = worker.world
     target = root / f"step-{progress.step}"
     aside = root / f".{target.name}.new"
+    if world.rank == 0:
+        _tell_all(world, target, lambda: _begin(root, aside))
+    else:
+        _tell_all(world, target, None)
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        _write_files(aside, plan, _next_serial(root), progress, values, states)
-        _put_in_place(aside, target)
-    except OSError as error:
-        room = ": free some space, or keep fewer checkpoints (--keep)" if error.errno == errno.ENOSPC else ""
-        raise CheckpointError(
-            f"cannot save {target}: {error.strerror or error}{room}; the earlier checkpoints are intact"
-        ) from None
+        own: dict[str, Any] = {}
+        problem = _attempt(lambda: own.update(_write_shard(aside, worker)))
+        shards = world.gather_object({"problem": problem, **own})
+        if shards is None:
+            _tell_all(world, target, None)
+        else:
+            _tell_all(world, target, lambda: _finish(root, aside, target, plan, progress, shards))
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    _forget_old(root, keep)
+        if world.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+    if world.rank == 0:
+        _forget_old(root, keep)
     return target
 
 
-def _write_files(
-    folder: Path,
-    plan: Plan,
-    serial: int,
-    progress: Progress,
-    values: Mapping[str, np.ndarray],
-    states: Mapping[StateKey, np.ndarray],
-) -> None:
-    _write_tensors(folder / PARAMETERS, dict(values))
+def _begin(root: Path, aside: Path) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+
+
+def _attempt(action: Callable[[], None]) -> str:
+    """What went wrong, in words for a person; nothing if all went well."""
+    try:
+        action()
+    except OSError as error:
+        room = ": free some space, or keep fewer checkpoints (--keep)" if error.errno == errno.ENOSPC else ""
+        return f"{error.strerror or error}{room}"
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _tell_all(world: Transport, target: Path, action: Callable[[], None] | None) -> None:
+    """Rank 0 acts, and all ranks hear whether it could.
+
+    Raises:
+        CheckpointError: if it could not.
+    """
+    problem = world.broadcast_object(_attempt(action) if action is not None else None)
+    if problem:
+        raise CheckpointError(f"cannot save {target}: {problem}; the earlier checkpoints are intact")
+
+
+def _write_shard(folder: Path, worker: Worker) -> dict[str, Any]:
+    """One rank's files; returns what the index says of them."""
+    suffix = "" if worker.world.size == 1 else f"-{worker.world.rank}"
+    names = {kind: kind.replace(".safetensors", f"{suffix}.safetensors") for kind in (PARAMETERS, OPTIMIZER)}
+    values, states = worker.owned_values(), worker.owned_states()
+    if values:
+        _write_tensors(folder / names[PARAMETERS], dict(values))
     if states:
-        _write_tensors(folder / OPTIMIZER, {f"{name}/{slot}": array for (name, slot), array in states.items()})
-    parameters = {name: _entry(a.dtype.name, a.shape, PARAMETERS) for name, a in values.items()}
+        _write_tensors(folder / names[OPTIMIZER], {f"{name}/{slot}": array for (name, slot), array in states.items()})
     optimizer: dict[str, dict[str, Any]] = {}
     for (name, slot), array in states.items():
-        optimizer.setdefault(name, {})[slot] = _entry(array.dtype.name, array.shape, OPTIMIZER)
-    _write_index(folder, plan.fingerprint, serial, progress, parameters, optimizer)
+        optimizer.setdefault(name, {})[slot] = _entry(array.dtype.name, array.shape, names[OPTIMIZER])
+    return {
+        "parameters": {name: _entry(a.dtype.name, a.shape, names[PARAMETERS]) for name, a in values.items()},
+        "optimizer": optimizer,
+        "files": {f: _sha256(folder / f) for f in names.values() if (folder / f).exists()},
+    }
+
+
+def _finish(root: Path, aside: Path, target: Path, plan: Plan, progress: Progress, shards: list[dict[str, Any]]) -> None:
+    problems = [shard["problem"] for shard in shards if shard["problem"]]
+    if problems:
+        raise CheckpointError(problems[0])
+    parameters = {name: entry for shard in shards for name, entry in shard["parameters"].items()}
+    ordered = {p.name: parameters[p.name] for p in plan.parameters}
+    optimizer = {name: slots for shard in shards for name, slots in shard["optimizer"].items()}
+    files = {name: digest for shard in shards for name, digest in shard["files"].items()}
+    _write_index(aside, plan.fingerprint, _next_serial(root), progress, ordered, optimizer, files)
+    _put_in_place(aside, target)
 
 
 def _entry(dtype: str, shape: tuple[int, ...] | list[int], file: str) -> dict[str, Any]:
@@ -147,6 +191,7 @@ def _write_index(
     progress: Progress,
     parameters: dict[str, Any],
     optimizer: dict[str, Any],
+    files: dict[str, str],
 ) -> None:
     index: dict[str, Any] = {
         "version": CHECKPOINT_VERSION,
@@ -158,7 +203,7 @@ def _write_index(
         "settings": progress.settings,
         "parameters": parameters,
         "optimizer": optimizer,
-        "files": {f: _sha256(folder / f) for f in (PARAMETERS, OPTIMIZER) if (folder / f).exists()},
+        "files": files,
     }
     index["checksum"] = _checksum(index)
     with open(folder / INDEX, "w", encoding="utf-8") as file:
@@ -228,18 +273,15 @@ def clean_up(root: Path) -> None:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def restore(
-    root: Path, plan: Plan, which: str | Path, values: Mapping[str, np.ndarray], states: Mapping[StateKey, np.ndarray]
-) -> tuple[Path, Progress]:
-    """Read a checkpoint into the arrays.
+def restore(root: Path, plan: Plan, which: str | Path, worker: Worker) -> tuple[Path, Progress]:
+    """Read a checkpoint into the arrays of a rank's stages. All ranks call it together.
 
     Args:
         root: the folder of the checkpoints.
-        plan: whose checkpoint it must be.
+        plan: whose checkpoint it must be; how it was divided into stages and replicas does not matter.
         which: ``latest``, ``none`` (the initial one), or the path of one. A damaged latest one is told on stderr and
             passed over.
-        values: parameters and buffers; filled.
-        states: the optimizer's states; filled, with zeros where the checkpoint has none.
+        worker: its parameters, buffers and states are filled; states with zeros where the checkpoint has none.
 
     Returns:
         The folder that was read, and where the run was.
@@ -247,6 +289,26 @@ def restore(
     Raises:
         CheckpointError: it is damaged (the latest: all are), is missing, or belongs to another model.
     """
+    world = worker.world
+    chosen: dict[str, str] = {}
+    if world.rank == 0:
+        try:
+            chosen = {"folder": str(_choose(root, plan, which))}
+        except CheckpointError as error:
+            chosen = {"problem": str(error)}
+    chosen = world.broadcast_object(chosen)
+    if "problem" in chosen:
+        raise CheckpointError(chosen["problem"])
+    folder = Path(chosen["folder"])
+    index = read_index(folder)
+    for stage in worker.stages.values():
+        _load(folder, index, stage.values, stage.states, quiet=world.rank != 0)
+    position = index["position"]
+    return folder, Progress(index["step"], index["seed"], (position["epoch"], position["batch"]), index["settings"])
+
+
+def _choose(root: Path, plan: Plan, which: str | Path) -> Path:
+    """The checkpoint to read, whole and of this model."""
     if str(which) == "none":
         candidates = [root / "step-0"]
     elif str(which) == "latest":
@@ -261,14 +323,11 @@ def restore(
             index = read_index(folder)
             _check_model(folder, index, plan)
             _check_files(folder, index)
-            _load(folder, index, values, states)
+            return folder
         except Damaged as error:
             problems.append(str(error))
             if len(candidates) > 1:
                 tell(f"warning: {error}; the checkpoint before it is taken")
-            continue
-        position = index["position"]
-        return folder, Progress(index["step"], index["seed"], (position["epoch"], position["batch"]), index["settings"])
     raise CheckpointError("\n".join(problems))
 
 
@@ -324,23 +383,32 @@ def _check_files(folder: Path, index: dict[str, Any]) -> None:
             raise Damaged(f"checkpoint {folder} is damaged: {name} is not what was saved (its hash differs)")
 
 
-def _load(folder: Path, index: dict[str, Any], values: Mapping[str, np.ndarray], states: Mapping[StateKey, np.ndarray]) -> None:
-    with _tensors(folder / PARAMETERS) as read:
-        for name, array in values.items():
-            _fill(array, read(name), f"{name!r} in {folder}")
-    saved = {(name, slot) for name, slots in index["optimizer"].items() for slot in slots}
+def _load(
+    folder: Path,
+    index: dict[str, Any],
+    values: Mapping[str, np.ndarray],
+    states: Mapping[StateKey, np.ndarray],
+    quiet: bool = False,
+) -> None:
+    _read(folder, [(index["parameters"][name]["file"], name, a, f"{name!r} in {folder}") for name, a in values.items()])
+    saved = {(name, slot): entry["file"] for name, slots in index["optimizer"].items() for slot, entry in slots.items()}
     missing = sorted(k for k in states if k not in saved)
-    if saved and missing:
+    if saved and missing and not quiet:
         name, slot = missing[0]
         tell(f"warning: {folder} lacks {len(missing)} optimizer states, such as {slot!r} of {name!r}; they start at zero")
     for k in missing:
         if states[k].any():  # zeros that were never written to take no memory
             states[k][...] = 0
-    if saved:
-        with _tensors(folder / OPTIMIZER) as read:
-            for k, array in states.items():
-                if k in saved:
-                    _fill(array, read("/".join(k)), f"the state {k[1]!r} of {k[0]!r} in {folder}")
+    wanted = [(k, array) for k, array in states.items() if k in saved]
+    _read(folder, [(saved[k], "/".join(k), a, f"the state {k[1]!r} of {k[0]!r} in {folder}") for k, a in wanted])
+
+
+def _read(folder: Path, wanted: Sequence[tuple[str, str, np.ndarray, str]]) -> None:
+    """Fill arrays: (file, tensor, array, what to call it), each file opened once."""
+    for file in dict.fromkeys(row[0] for row in wanted):
+        with _tensors(folder / file) as read:
+            for _, tensor, array, what in (row for row in wanted if row[0] == file):
+                _fill(array, read(tensor), what)
 
 
 def _fill(array: np.ndarray, tensor: np.ndarray, what: str) -> None:

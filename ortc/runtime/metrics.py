@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ortc.errors import OrtcError
 
@@ -14,10 +14,14 @@ from ortc.errors import OrtcError
 class MetricsFile:
     """Appends to a metrics file; lines beyond ``step`` belong to what is about to be repeated, and are cut.
 
-    Every method raises OrtcError if the file cannot be written, the first also if it holds something else.
+    Without a path it writes nothing, as on all ranks but the first. Every method raises OrtcError if the file cannot be
+    written, the first also if it holds something else.
     """
 
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(self, path: Path | None, step: int) -> None:
+        if path is None:
+            self._file: IO[str] | None = None
+            return
         try:
             end = _end_of(path, step) if path.exists() else 0
             self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115  (close() closes it)
@@ -27,6 +31,8 @@ class MetricsFile:
 
     def write(self, **fields: Any) -> None:
         """Append one object; numbers that are not finite become null."""
+        if self._file is None:
+            return
         try:
             self._file.write(json.dumps({k: _plain(v) for k, v in fields.items()}) + "\n")
         except OSError as error:
@@ -34,6 +40,8 @@ class MetricsFile:
 
     def sync(self) -> None:
         """Put the lines so far on disk: those before a checkpoint must not be lost when it is kept."""
+        if self._file is None:
+            return
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -41,10 +49,12 @@ class MetricsFile:
 
     def close(self) -> None:
         """Close the file. Every line was written when it was made; only one whose writing failed, and was told, is left."""
-        with contextlib.suppress(OSError):
-            self._file.close()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
 
     def _failed(self, error: OSError) -> OrtcError:
+        assert self._file is not None
         return OrtcError(f"cannot write the metrics {self._file.name}: {error.strerror}")
 
 

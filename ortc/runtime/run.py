@@ -92,7 +92,7 @@ def run(
             save_every=save_every,
         )
         path = Path(metrics) if metrics is not None else folder / "metrics.jsonl"
-        return loop.run(path, quiet)
+        return loop.run(path, quiet or not trainer.is_main)
 
 
 def _learning_rate(recipe: Recipe, lr: float | None, schedule: str | None, warmup: int | None) -> LearningRate:
@@ -122,7 +122,7 @@ class _Loop:
             if not quiet:
                 print(f"nothing to do: step {trainer.step_number} was the last; give more --steps or --epochs to go on")
             return 0
-        metrics = MetricsFile(metrics_path, trainer.step_number)
+        metrics = MetricsFile(metrics_path if trainer.is_main else None, trainer.step_number)
         with (
             contextlib.closing(metrics),
             _signals() as caught,
@@ -141,7 +141,7 @@ class _Loop:
                 metrics.write(**_step_line(result, epoch, speed))
                 show.step(result, epoch, speed)
                 position = (epoch + 1, 0) if is_last else (epoch, index + 1)
-                stop = self._complete(position) or bool(caught)
+                stop = self._complete(position) or trainer.agree(bool(caught))
                 if self.held_out is not None and (self._complete(position) or _due(result, self.eval_every, is_last)):
                     loss = self._evaluate(self.held_out)
                     metrics.write(step=result.step, epoch=epoch + 1, eval_loss=loss, time=time.time())

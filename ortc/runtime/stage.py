@@ -7,8 +7,10 @@ memory.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,15 +99,19 @@ def read_graph(folder: Path, graph: GraphFile) -> bytes:
     return data
 
 
+Feed = Any  # an array, or an OrtValue that another session made
+
+
 class Phase:
-    """A session with its IO binding. Arrays are bound once; only batches and outputs of unknown size are bound anew."""
+    """A session with its IO binding. Arrays are bound once; batches, and what passes between phases and stages, anew."""
 
     def __init__(self, folder: Path, graph: GraphFile, target: str, threads: int | None) -> None:
         self.graph = graph
         self.session = open_session(read_graph(folder, graph), str(folder / graph.file), target, threads)
         self.binding = self.session.io_binding()
         self._value = import_onnxruntime().OrtValue.ortvalue_from_numpy
-        self._data = [p for p in graph.inputs if p.role in ("data", "label", "output")]
+        self.loose = [p for p in graph.inputs if p.role in LOOSE]
+        self._reads_data = any(p.role in ("data", "label", "output") for p in self.loose)
         self._free: list[Port] = []
 
     def bind_input(self, port: Port, array: np.ndarray) -> None:
@@ -122,35 +128,91 @@ class Phase:
         """Let the session allocate the output in each run."""
         self._free.append(port)
 
-    def run(self, batch: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-        """Run; returns the outputs that have no array of their own, by their port's key.
+    def run(self, feeds: Sequence[Feed] = ()) -> list[tuple[Port, Any]]:
+        """Run with values for the loose inputs; returns the outputs that have no array of their own, as OrtValues.
 
         Raises:
             OrtcError: if ONNX Runtime fails; a DataError where the phase reads a batch.
         """
-        for port in self._data:
-            assert batch is not None
-            self.bind_input(port, batch[key(port)])
+        for port, feed in zip(self.loose, feeds, strict=True):
+            if isinstance(feed, np.ndarray):
+                self.bind_input(port, feed)
+            else:
+                self.binding.bind_ortvalue_input(port.name, feed)
         for port in self._free:
             self.binding.bind_output(port.name, "cpu")
         try:
             self.session.run_with_iobinding(self.binding)
         except Exception as error:
-            kind = DataError if self._data else OrtcError
+            kind = DataError if self._reads_data else OrtcError
             raise kind(f"ONNX Runtime fails in {self.graph.file}: {_first_line(error)}") from None
         if not self._free:
-            return {}
+            return []
         values = self.binding.get_outputs()[-len(self._free) :]  # in the order of binding
-        return {key(port): value.numpy() for port, value in zip(self._free, values, strict=True)}
+        return list(zip(self._free, _owned(values), strict=True))
+
+
+def _owned(values: Sequence[Any]) -> list[Any]:
+    """OrtValues that stay what they are; those of a binding become the results of its next run (ONNX Runtime 1.19)."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    held = state.OrtValueVector()
+    for value in values:
+        held.push_back(value._ortvalue)
+    made = [type(value)(held[i]) for i, value in enumerate(values)]
+    for value in made:
+        value.vector = held
+    return made
+
+
+def view(value: Any) -> np.ndarray:
+    """An OrtValue's memory as an array, without a copy; the array keeps the value alive.
+
+    Raises:
+        OrtcError: if NumPy has no such element type.
+    """
+    kind = value.data_type().removeprefix("tensor(").removesuffix(")")
+    name = {"float": "float32", "double": "float64"}.get(kind, kind)
+    dtype, shape = numpy_type(name, "a value between stages"), value.shape()
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if size == 0:
+        return np.zeros(shape, dtype)
+    memory = (ctypes.c_char * size).from_address(value.data_ptr())
+    memory.owner = value  # type: ignore[attr-defined]
+    return np.frombuffer(memoryview(memory), dtype).reshape(shape)
+
+
+# Roles of what is another value in each run; everything else has an array of its own.
+LOOSE = frozenset({"data", "label", "output", "boundary", "boundary_gradient", "stash"})
+
+BACKWARD = ("backward", "backward_input", "backward_weight")
+
+
+@dataclass
+class Part:
+    """One micro-batch on its way through a stage.
+
+    Attributes:
+        index: its number in the step.
+        batch: the arrays of the model's inputs.
+        weights: what it counts in each term of the loss, by ``loss_weight.<term>``.
+    """
+
+    index: int
+    batch: Batch
+    weights: Mapping[str, float]
 
 
 class Stage:
-    """What one rank holds.
+    """What one rank holds of one stage.
 
     Attributes:
         values: parameters and buffers by the model's names.
         states: optimizer states by (parameter, slot).
-        gradients: by parameter, as the last train phase left them.
+        gradients: by parameter, of the micro-batches since :meth:`begin`.
+        input_gradients: of data inputs, by name, one array per micro-batch.
+        loss: summed over the micro-batches; 0 but on the last stage.
+        buffers: the buffers as the micro-batches have changed them; :meth:`update` makes them the values.
     """
 
     def __init__(self, folder: Path, plan: Plan, stage: StagePlan, threads: int | None = None) -> None:
@@ -161,52 +223,134 @@ class Stage:
         state_ports = [p for p in optimizer.inputs if p.role == "state"] if optimizer else []
         self.states: dict[StateKey, np.ndarray] = {_state_key(p): _zeros(p) for p in state_ports}
         self.gradients: dict[str, np.ndarray] = {}
-        self.new_buffers: dict[str, np.ndarray] = {}
+        self.input_gradients: dict[str, list[np.ndarray]] = {}
+        self.loss = 0.0
+        forward = stage.phases.get("train") or stage.phases.get("forward")
+        changed = [key(p) for p in forward.outputs if p.role == "buffer"] if forward else []
+        self.buffers = {name: self.values[name].copy() for name in changed}
+        self._new_buffers: dict[str, np.ndarray] = {}
         self._scalars: dict[str, dict[str, np.ndarray]] = {}
         self._phases: dict[str, Phase] = {}
         self._losses: dict[str, np.ndarray] = {}
+        self._kept: dict[int, dict[str, Feed]] = {}
+        read_later = [p for name in BACKWARD if name in stage.phases for p in stage.phases[name].inputs]
+        self._keep = {key(p) for p in read_later if p.role in ("boundary", "stash")}
 
-    def train(self, batch: Batch, *, seed: int, step: int, micro_batch: int = 0) -> tuple[float, dict[str, np.ndarray]]:
-        """Forward and backward. Nothing changes but ``gradients`` and ``new_buffers``.
+    # Training
+
+    def begin(self) -> None:
+        """Start a step: gradients and losses at zero, buffers as they are."""
+        for gradient in self.gradients.values():
+            gradient[...] = 0
+        self.input_gradients.clear()
+        self.loss = 0.0
+        for name, array in self.buffers.items():
+            array[...] = self.values[name]
+        self._kept.clear()
+
+    def forward(self, part: Part, arrived: Mapping[str, Feed], *, seed: int, step: int) -> dict[str, Any]:
+        """Run the forward of a micro-batch (of a single stage, its backward as well).
+
+        Args:
+            part: the micro-batch.
+            arrived: values of other stages, by name.
+            seed, step: of the random numbers.
 
         Returns:
-            The loss, and the gradients of data inputs by name.
+            Values for other stages, by name.
         """
-        phase = self._phase("train")
-        self._set_scalars("train", seed=seed, step=step, micro_batch=micro_batch)
-        free = phase.run(batch)
-        return float(self._losses["train"]), free
+        name = "train" if "train" in self.stage.phases else "forward"
+        if name not in self.stage.phases:
+            return {}
+        kept = self._kept.setdefault(part.index, {k: v for k, v in arrived.items() if k in self._keep})
+        made = self._run(name, part, {**kept, **arrived}, {}, seed=seed, step=step)
+        self.loss += float(self._losses.get(name, 0.0))
+        for buffer, new in self._new_buffers.items():
+            self.buffers[buffer][...] = new
+        leaving: dict[str, Any] = {}
+        for port, value in made:
+            if port.role == "gradient":
+                self.input_gradients.setdefault(key(port), []).append(value.numpy())
+            if port.role == "boundary":
+                leaving[key(port)] = value
+            if key(port) in self._keep:
+                kept[key(port)] = value
+        return leaving
 
-    def update(self, *, lr: float, step: int) -> None:
+    def backward(
+        self, name: str, part: Part, arrived: Mapping[tuple[str, int], Feed], *, seed: int, step: int, last: bool
+    ) -> dict[tuple[str, int], Any]:
+        """Run a backward phase of a micro-batch.
+
+        Args:
+            name: ``backward``, ``backward_input`` or ``backward_weight``; nothing happens where the stage has none.
+            part: the micro-batch.
+            arrived: gradients from later stages, by the value's name and the stage.
+            seed, step: as in its forward.
+            last: nothing of this micro-batch is needed any more.
+
+        Returns:
+            Gradients for earlier stages, by the value's name and the stage that made it.
+        """
+        leaving: dict[tuple[str, int], Any] = {}
+        kept = self._kept.setdefault(part.index, {})
+        kept.update({f"{value} {stage}": gradient for (value, stage), gradient in arrived.items()})
+        if name in self.stage.phases:
+            for port, made in self._run(name, part, kept, kept, seed=seed, step=step):
+                if port.role == "boundary_gradient":
+                    leaving[key(port), peer(port)] = made
+                elif port.role == "gradient":
+                    self.input_gradients.setdefault(key(port), []).append(made.numpy())
+                if port.name in self._keep:
+                    kept[port.name] = made
+        if last:
+            self._kept.pop(part.index, None)
+        return leaving
+
+    def update(self, *, lr: float, step: int, gradient_scale: float = 1.0) -> None:
         """The optimizer's step from ``gradients``, in place, then the new buffers."""
-        phase = self._phase("optimizer")
-        self._set_scalars("optimizer", lr=lr, step=step)
-        phase.run()
-        for name, new in self.new_buffers.items():
+        if "optimizer" in self.stage.phases:
+            phase = self._phase("optimizer")
+            self._set_scalars("optimizer", lr=lr, step=step, gradient_scale=gradient_scale)
+            phase.run()
+        for name, new in self.buffers.items():
             self.values[name][...] = new
 
-    def evaluate(self, batch: Batch) -> tuple[float, dict[str, np.ndarray]]:
-        """The loss and the model's outputs in inference form."""
-        outputs = self._phase("eval").run(batch)
-        return float(self._losses["eval"]), outputs
+    # Evaluation
 
-    def gradient_norm(self) -> float:
-        """The Euclidean norm of all gradients together; not finite if one of them is not."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            total = sum(float(np.dot(g, g)) for g in (_flat(g) for g in self.gradients.values()))
-            if not np.isfinite(total):  # float32 sums overflow from 1e19 on
-                total = sum(float(np.sum(np.square(g, dtype=np.float64))) for g in self.gradients.values())
-        return float(np.sqrt(total))
+    def evaluate(self, part: Part, arrived: Mapping[str, Feed]) -> tuple[float, dict[str, np.ndarray], dict[str, Any]]:
+        """The loss (0 but on the last stage), the model's outputs, and values for other stages, in inference form."""
+        if "eval" not in self.stage.phases:
+            return 0.0, {}, {}
+        made = self._run("eval", part, arrived, {})
+        outputs = {key(p): v.numpy() for p, v in made if p.role != "boundary"}
+        return float(self._losses.get("eval", 0.0)), outputs, {key(p): v for p, v in made if p.role == "boundary"}
 
     def close(self) -> None:
         """Release the sessions."""
         self._phases.clear()
+        self._kept.clear()
+
+    def _run(
+        self, name: str, part: Part, values: Mapping[str, Feed], gradients: Mapping[str, Feed], **scalars: int
+    ) -> list[tuple[Port, Any]]:
+        phase = self._phase(name)
+        self._set_scalars(name, **scalars, micro_batch=part.index, **part.weights)
+        feeds = []
+        for port in phase.loose:
+            if port.role in ("boundary", "stash"):
+                feeds.append(values[key(port)])
+            elif port.role == "boundary_gradient":
+                feeds.append(gradients[f"{key(port)} {peer(port)}"])
+            else:
+                feeds.append(part.batch[key(port)])
+        return phase.run(feeds)
 
     def _phase(self, name: str) -> Phase:
         """A phase, opened and bound when it is first needed."""
         if name not in self._phases:
             if name not in self.stage.phases:
-                raise OrtcError(f"{self.folder} has no {name} phase: none of the model's parameters trains")
+                raise OrtcError(f"{self.folder} has no {name} phase")
             phase = Phase(self.folder, self.stage.phases[name], self.plan.target, self.threads)
             self._bind(name, phase)
             self._phases[name] = phase
@@ -215,7 +359,9 @@ class Stage:
     def _bind(self, name: str, phase: Phase) -> None:
         scalars = self._scalars.setdefault(name, {})
         for port in phase.graph.inputs:
-            if port.role in ("parameter", "buffer"):
+            if port.role == "buffer" and name in ("train", "forward") and key(port) in self.buffers:
+                phase.bind_input(port, self.buffers[key(port)])
+            elif port.role in ("parameter", "buffer"):
                 phase.bind_input(port, self.values[key(port)])
             elif port.role == "state":
                 phase.bind_input(port, self.states[_state_key(port)])
@@ -238,8 +384,8 @@ class Stage:
             return self.values[key(port)]
         if port.role == "state":
             return self.states[_state_key(port)]
-        if port.role == "buffer" and phase == "train":
-            return self.new_buffers.setdefault(key(port), _zeros(port))
+        if port.role == "buffer" and phase in ("train", "forward"):
+            return self._new_buffers.setdefault(key(port), _zeros(port))
         if port.role == "gradient" and key(port) in self.values:
             return self._gradient(port)
         return None
@@ -255,6 +401,23 @@ class Stage:
             if name not in values:
                 raise PlanError(f"{self.stage.phases[phase].file} wants the scalar {name!r}, which this runtime does not know")
             array[...] = values[name]
+
+
+def square_norm(gradients: Iterable[np.ndarray]) -> float:
+    """The square of the Euclidean norm of all gradients together; not finite if one of them is not."""
+    arrays = list(gradients)
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = sum(float(np.dot(g, g)) for g in (_flat(g) for g in arrays))
+        if not np.isfinite(total):  # float32 sums overflow from 1e19 on
+            total = sum(float(np.sum(np.square(g, dtype=np.float64))) for g in arrays)
+    return total
+
+
+def peer(port: Port) -> int:
+    """The stage at the other end of a boundary that has one."""
+    if not port.stages:
+        raise PlanError(f"the plan gives no stage for the boundary {port.name!r}; compile the model again")
+    return port.stages[0]
 
 
 def _state_key(port: Port) -> StateKey:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -11,16 +12,18 @@ from typing import IO, Any
 import numpy as np
 
 from ortc.errors import DataError, NotFiniteError, OrtcError
-from ortc.plan import load_plan
+from ortc.plan import Port, Stage, load_plan
 from ortc.recipe import LearningRate
 from ortc.runtime import checkpoint
-from ortc.runtime.batch import BatchCheck, synthetic_batch
+from ortc.runtime.batch import Batch, BatchCheck, synthetic_batch
 from ortc.runtime.checkpoint import Progress
 from ortc.runtime.data import first_batch
 from ortc.runtime.export import export_model, exported_loss
 from ortc.runtime.lock import lock_folder
 from ortc.runtime.lr import learning_rate
-from ortc.runtime.stage import Stage, import_onnxruntime
+from ortc.runtime.parts import parts_of
+from ortc.runtime.stage import Part, import_onnxruntime
+from ortc.runtime.team import Team
 
 EXPORT_TOLERANCE = 1e-4  # relative; the exported graph is another one than the evaluation's, and sums in another order
 
@@ -96,17 +99,16 @@ class Trainer:
         self._threads = threads
         self._checkpoints = self.folder / self.plan.checkpoint
         self._lock: IO[str] | None = None
-        if exclusive:
-            self._take_lock()
-        self._stage = Stage(self.folder, self.plan, self.plan.stages[0], threads)
-        ports = [p for phase in ("train", "eval") for p in self._stage.stage.phases[phase].inputs]
+        ports = [p for s in self.plan.stages for phase in ("train", "forward", "eval") for p in _inputs(s, phase)]
         self.inputs = BatchCheck([p for p in ports if p.role in ("data", "label")], self.plan.losses)
+        self._team = Team(self.folder, self.plan, threads)
         try:
-            self.restored, self.progress = checkpoint.restore(
-                self._checkpoints, self.plan, restore, self._stage.values, self._stage.states
-            )
-        except BaseException:
-            self.close()
+            if exclusive:
+                self._take_lock()
+            found = self._team.each(lambda w: checkpoint.restore(self._checkpoints, self.plan, restore, w))
+            self.restored, self.progress = found[0]
+        except BaseException as error:
+            self._end(error)
             raise
         saved = self.progress.seed
         self.seed = seed if seed is not None else saved if saved is not None else self.plan.recipe.seed
@@ -116,23 +118,62 @@ class Trainer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        self._end(error)
 
     def close(self) -> None:
         """Release the sessions and the folder. Nothing is saved."""
-        if hasattr(self, "_stage"):
-            self._stage.close()
+        self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+        if error is not None:
+            self._team.fail(error)
+        self._team.close()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints and writes: it runs rank 0."""
+        return self._team.main
+
+    def agree(self, flag: bool) -> bool:
+        """Whether the flag is set in any process of the job."""
+        return self._team.agree(flag)
 
     @property
     def parameters(self) -> dict[str, np.ndarray]:
-        """Read-only views of the parameters and buffers by name; the next step changes what they show."""
-        views = {name: array.view() for name, array in self._stage.values.items()}
+        """Read-only views of this process's parameters and buffers by name; the next step changes what they show."""
+        views = {name: array.view() for name, array in self._values().items()}
         for view in views.values():
             view.flags.writeable = False
         return views
+
+    def _values(self) -> dict[str, np.ndarray]:
+        held = [stage.values for worker in self._team.workers for stage in worker.stages.values()]
+        found = {name: array for values in reversed(held) for name, array in values.items()}
+        return {p.name: found[p.name] for p in self.plan.parameters if p.name in found}
+
+    def _gradients(self) -> dict[str, np.ndarray]:
+        held = [stage.gradients for worker in self._team.workers for stage in worker.stages.values()]
+        found = {name: array for gradients in reversed(held) for name, array in gradients.items()}
+        return {p.name: found[p.name] for p in self.plan.parameters if p.name in found}
+
+    def _train(self, parts: list[Part], step: int) -> tuple[float, float]:
+        """Forward and backward of a batch, its micro-batches dealt out to the replicas; the loss and the gradients' norm."""
+        replicas = self._team.workers[0].replicas
+        edges = np.linspace(0, len(parts), replicas + 1).astype(int)
+        shares = [parts[a:b] for a, b in pairwise(edges)]
+        return self._team.each(lambda w: w.train(shares[w.replica], seed=self.seed, step=step))[0]
+
+    def _parts(self, batch: Mapping[str, np.ndarray]) -> list[Part]:
+        pipeline = self.plan.recipe.pipeline
+        count = pipeline.parts * self._team.workers[0].replicas
+        return parts_of(batch, count, self.inputs, self.plan.losses, pipeline.divided)
+
+    def _whole(self, batch: Mapping[str, np.ndarray]) -> Part:
+        [part] = parts_of(batch, 1, self.inputs, self.plan.losses, self.plan.recipe.pipeline.divided)
+        return part
 
     def step(self, batch: Mapping[str, np.ndarray]) -> StepResult:
         """Train on one batch.
@@ -145,17 +186,20 @@ class Trainer:
             DataError: the batch does not fit; nothing ran.
             NotFiniteError: the loss or a gradient is NaN or infinite; parameters, buffers and states are as before.
         """
-        fitted = self.inputs.fit(batch)
+        if not any("optimizer" in stage.phases for stage in self.plan.stages):
+            raise OrtcError(f"{self.folder} has no optimizer phase: none of the model's parameters trains")
+        parts = self._parts(batch)
         number = self.step_number + 1
         lr = learning_rate(self.schedule, number, self.total_steps)
         self._take_lock()
-        loss, _ = self._stage.train(fitted, seed=self.seed, step=number)
-        norm = self._stage.gradient_norm()
+        loss, norm = self._train(parts, number)
         if not (np.isfinite(loss) and np.isfinite(norm)):
-            raise NotFiniteError(_describe_not_finite(number, loss, self._stage.gradients, fitted))
-        self._stage.update(lr=lr, step=number)
+            raise NotFiniteError(_describe_not_finite(number, loss, self._gradients(), [part.batch for part in parts]))
+        most = self.plan.recipe.optimizer.max_norm
+        factor = 1.0 if most is None or norm <= most else most / norm
+        self._team.each(lambda w: w.update(lr=lr, step=number, gradient_scale=factor))
         self.step_number = number
-        return StepResult(number, loss, lr, norm, self.inputs.samples(fitted))
+        return StepResult(number, loss, lr, norm, sum(self.inputs.samples(part.batch) for part in parts))
 
     def evaluate(self, batch: Mapping[str, np.ndarray]) -> Evaluation:
         """Loss and outputs of one batch in inference form: dropout off, batch norm with its running statistics.
@@ -163,9 +207,10 @@ class Trainer:
         Raises:
             DataError: the batch does not fit.
         """
-        fitted = self.inputs.fit(batch)
-        loss, outputs = self._stage.evaluate(fitted)
-        return Evaluation(loss, outputs, self.inputs.samples(fitted))
+        part = self._whole(batch)
+        found = self._team.each(lambda w: w.evaluate(part))
+        outputs = {name: a for _, made in found for name, a in made.items()}
+        return Evaluation(found[0][0], outputs, self.inputs.samples(part.batch))
 
     def gradients(self, batch: Mapping[str, np.ndarray]) -> tuple[float, dict[str, np.ndarray]]:
         """Loss and gradients of one batch in training form, as the next step would compute them; no state changes.
@@ -177,8 +222,14 @@ class Trainer:
         Raises:
             DataError: the batch does not fit.
         """
-        loss, of_inputs = self._stage.train(self.inputs.fit(batch), seed=self.seed, step=self.step_number + 1)
-        gradients = {name: g.copy() for name, g in self._stage.gradients.items()}
+        loss, _ = self._train(self._parts(batch), self.step_number + 1)
+        gradients = {name: g.copy() for name, g in self._gradients().items()}
+        made: dict[str, list[np.ndarray]] = {}
+        for worker in self._team.workers:
+            for stage in worker.stages.values():
+                for name, arrays in stage.input_gradients.items():
+                    made.setdefault(name, []).extend(arrays)
+        of_inputs = {name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for name, arrays in made.items()}
         copies = {copy: gradients[p.name].T for p in self.plan.trainable() for copy in p.copies}
         return loss, {**gradients, **copies, **of_inputs}
 
@@ -197,9 +248,7 @@ class Trainer:
         """
         self._take_lock()
         self.progress = Progress(self.step_number, self.seed, position, settings or {})
-        return checkpoint.save(
-            self._checkpoints, self.plan, self.progress, self._stage.values, self._stage.states, keep=self.keep
-        )
+        return self._team.each(lambda w: checkpoint.save(self._checkpoints, self.plan, self.progress, w, keep=self.keep))[0]
 
     def export(self, path: str | Path, data: str | Path | None = None, *, force: bool = False) -> Exported:
         """Write the original model with the present weights as an inference model, and check it.
@@ -218,7 +267,7 @@ class Trainer:
         data = data or _still_there(self.progress.settings.get("data"))
         fitted = self.inputs.fit(first_batch(data, self.inputs) if data else synthetic_batch(self.inputs.ports))
         try:
-            expected, _ = self._stage.evaluate(fitted)
+            expected = self.evaluate(fitted).loss
         except DataError as error:
             hint = "" if data else " (the batch was made up: give --data for the check)"
             raise DataError(f"{error}{hint}") from None
@@ -233,13 +282,17 @@ class Trainer:
                     "written; please report this"
                 )
 
-        export_model(self.plan, self.folder, self._stage.values, path, force=force, check=check)
+        export_model(self.plan, self.folder, self._values(), path, force=force, check=check)
         return Exported(path, self.step_number, losses[0], expected)
 
     def _take_lock(self) -> None:
-        if self._lock is None:
+        if self._lock is None and self._team.main:
             self._lock = lock_folder(self.folder)
             checkpoint.clean_up(self._checkpoints)
+
+
+def _inputs(stage: Stage, phase: str) -> list[Port]:
+    return stage.phases[phase].inputs if phase in stage.phases else []
 
 
 def _still_there(source: object) -> str | None:
@@ -247,8 +300,9 @@ def _still_there(source: object) -> str | None:
     return source if isinstance(source, str) and Path(source).exists() else None
 
 
-def _describe_not_finite(step: int, loss: float, gradients: Mapping[str, np.ndarray], batch: Mapping[str, np.ndarray]) -> str:
-    damaged = [name for name, a in batch.items() if a.dtype.kind == "f" and not np.isfinite(a).all()]
+def _describe_not_finite(step: int, loss: float, gradients: Mapping[str, np.ndarray], batches: Sequence[Batch]) -> str:
+    arrays = [(name, a) for batch in batches for name, a in batch.items() if a.dtype.kind == "f"]
+    damaged = list(dict.fromkeys(name for name, a in arrays if not np.isfinite(a).all()))
     advice = "try a lower learning rate, a warm-up, or look at this batch"
     if damaged:
         advice = f"the batch itself holds NaN or infinity, in {', '.join(map(repr, damaged))}"

@@ -1,0 +1,103 @@
+"""The ranks that this process runs: all of a job, as threads, or its own one under MPI."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from ortc import __version__
+from ortc.plan import Plan
+from ortc.runtime.transport import (
+    RankFailed,
+    Transport,
+    handshake,
+    launched_by_mpi,
+    mpi_world,
+    thread_world,
+)
+from ortc.runtime.worker import Worker, ranks_of
+
+T = TypeVar("T")
+
+
+class Team:
+    """Runs functions on every rank of this process at once.
+
+    Attributes:
+        workers: the ranks of this process.
+        main: whether rank 0 is among them: it prints, and writes what there is one of.
+    """
+
+    def __init__(self, folder: Path, plan: Plan, threads: int | None) -> None:
+        self._mpi = launched_by_mpi()
+        size = ranks_of(plan) * plan.recipe.pipeline.replicas
+        worlds = [mpi_world()] if self._mpi else thread_world(size)
+        self.size = worlds[0].size
+        if self._mpi:
+            # An error in one rank ends all: until the world closes, everything happens in it.
+            worlds[0].__enter__()
+            self._world: Transport | None = worlds[0]
+            handshake(worlds[0], {"ortc": __version__, "plan": plan.identity(), "folder of": plan.model})
+        if threads is None and self.size > 1:
+            threads = max((os.cpu_count() or 1) // self.size, 1)
+        self._pool = ThreadPoolExecutor(len(worlds)) if len(worlds) > 1 else None
+        self.workers: list[Worker] = []
+        self.workers = self._run(worlds, lambda world: Worker(folder, plan, world, threads))
+        self.main = self.workers[0].world.rank == 0
+
+    def each(self, function: Callable[[Worker], T]) -> list[T]:
+        """What the function returns on each rank of this process, in order.
+
+        Raises:
+            BaseException: what the first rank that failed raised; under MPI the others end.
+        """
+        try:
+            return self._run(self.workers, function, lambda w: w.world)
+        except BaseException:
+            if self._pool is not None:  # the others were told of the failure; now they can go on
+                for worker, world in zip(self.workers, thread_world(self.size), strict=True):
+                    worker.connect(world)
+            raise
+
+    def _run(self, items: list, function: Callable, world_of: Callable = lambda world: world) -> list:
+        if self._pool is None:
+            return [function(items[0])]
+
+        def run(item):  # type: ignore[no-untyped-def]
+            with world_of(item):
+                return function(item)
+
+        futures = [self._pool.submit(run, item) for item in items]
+        errors = [e for e in (f.exception() for f in futures) if e is not None]
+        if errors:
+            raise next((e for e in errors if not isinstance(e, RankFailed)), errors[0])
+        return [f.result() for f in futures]
+
+    def agree(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        if not self._mpi:
+            return flag
+        import numpy as np
+
+        told = np.array([flag], np.int64)
+        self.workers[0].world.all_reduce(told, "max")
+        return bool(told[0])
+
+    def fail(self, error: BaseException) -> None:
+        """Under MPI: end all ranks, saying why."""
+        if self._mpi and self._world is not None:
+            world, self._world = self._world, None
+            world.__exit__(type(error), error, error.__traceback__)
+
+    def close(self) -> None:
+        """Release the sessions; under MPI all ranks come to this together."""
+        for worker in self.workers:
+            worker.close()
+        if self._pool is not None:
+            self._pool.shutdown()
+        if self._mpi and self._world is not None:
+            world, self._world = self._world, None
+            world.__exit__(None, None, None)

@@ -1,0 +1,284 @@
+"""One rank: its stages, and what it does in a step, as the schedule says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ortc.errors import PlanError
+from ortc.plan import Plan
+from ortc.runtime.batch import key
+from ortc.runtime.schedule import Action, Schedule, make_schedule, with_transfers
+from ortc.runtime.stage import Feed, Part, Stage, peer, square_norm, view
+from ortc.runtime.transport import Request, Transport
+
+# Phases of the backward by the action that runs them; a full backward runs both parts where the stage has them apart.
+_BACKWARD = {"B": ("backward", "backward_input", "backward_weight"), "I": ("backward_input",), "W": ("backward_weight",)}
+
+
+def ranks_of(plan: Plan) -> int:
+    """How many pipeline ranks hold the stages."""
+    return plan.recipe.pipeline.ranks or len(plan.stages)
+
+
+def schedule_of(plan: Plan, micro_batches: int) -> Schedule:
+    """The plan's schedule for a number of micro-batches."""
+    pipeline = plan.recipe.pipeline
+    if len(plan.stages) == 1:
+        return make_schedule("gpipe", 1, micro_batches)
+    return make_schedule(pipeline.schedule, len(plan.stages), micro_batches, pipeline.ranks)
+
+
+class Routes:
+    """What goes from which stage to which, as the graphs' ports have it.
+
+    Attributes:
+        forward: (from, to) -> names of values; of the evaluation: ``evaluation``.
+        backward: (from, to) -> names of values whose gradients the later stage, the first of the pair, gives back.
+        tied: parameters that several stages hold and train -> those stages.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.forward: dict[tuple[int, int], list[str]] = {}
+        self.evaluation: dict[tuple[int, int], list[str]] = {}
+        self.backward: dict[tuple[int, int], list[str]] = {}
+        for stage in plan.stages:
+            for phase, graph in stage.phases.items():
+                for port in graph.outputs:
+                    if port.role == "boundary":
+                        routes = self.evaluation if phase == "eval" else self.forward
+                        for to in port.stages or []:
+                            routes.setdefault((stage.index, to), []).append(key(port))
+                    elif port.role == "boundary_gradient":
+                        self.backward.setdefault((stage.index, peer(port)), []).append(key(port))
+        holders: dict[str, list[int]] = {p.name: [] for p in plan.trainable()}
+        for stage in plan.stages:
+            for name in stage.parameters:
+                if name in holders:
+                    holders[name].append(stage.index)
+        self.tied = {name: stages for name, stages in holders.items() if len(stages) > 1}
+
+
+class Worker:
+    """One rank of a job of ``replicas`` pipelines.
+
+    Args:
+        folder: the output folder.
+        plan: its plan.
+        world: this rank's connection to all ranks; replica r holds the ranks from r · (ranks of a pipeline) on.
+        threads: of each session; None for all cores.
+
+    Attributes:
+        stages: the stages that this rank holds, by index.
+        replica: which pipeline this rank is part of.
+    """
+
+    def __init__(self, folder: Path, plan: Plan, world: Transport, threads: int | None) -> None:
+        self.plan, self.ranks = plan, ranks_of(plan)
+        if world.size % self.ranks:
+            raise PlanError(
+                f"{folder} was compiled for {self.ranks} ranks; {world.size} ranks are no multiple of that: "
+                f"start {self.ranks}, or a multiple for several replicas"
+            )
+        self.replicas = world.size // self.ranks
+        self.replica, self.rank = divmod(world.rank, self.ranks)
+        self.rank_of = schedule_of(plan, 1).stage_rank
+        self.routes = Routes(plan)
+        self.stages = {s.index: Stage(folder, plan, s, threads) for s in plan.stages if self.rank_of[s.index] == self.rank}
+        self._rows: dict[int, tuple[Action, ...]] = {}
+        self._inbox: dict[tuple[str, int, int, str, int], Feed] = {}
+        self._outbox: dict[tuple[str, int, int, int], list[Any]] = {}
+        self._sending: list[tuple[Request, Any]] = []
+        self.connect(world)
+
+    def connect(self, world: Transport) -> None:
+        """Use this connection from now on; all ranks call it together."""
+        self.world = world
+        every = range(self.replicas)
+        self.pipe = world.split([[r * self.ranks + s for s in range(self.ranks)] for r in every])
+        self.peers = world.split([[r * self.ranks + s for r in every] for s in range(self.ranks)])
+        self._inbox.clear()
+        self._outbox.clear()
+        self._sending.clear()
+
+    # A step
+
+    def train(self, parts: Sequence[Part], *, seed: int, step: int) -> tuple[float, float]:
+        """Forward and backward of this replica's micro-batches. Nothing changes but the stages' gradients and buffers.
+
+        Returns:
+            The loss and the gradients' norm, over all ranks; not finite if anything is not.
+        """
+        for stage in self.stages.values():
+            stage.begin()
+        for action in self._actions(len(parts)):
+            self._act(action, parts[action.micro_batch], seed, step)
+        self._wait()
+        self._reduce()
+        loss = np.array([sum(stage.loss for stage in self.stages.values())], np.float64)
+        square = np.array([square_norm(self._counted_gradients())], np.float64)
+        self.world.all_reduce(loss)
+        self.pipe.all_reduce(square)
+        return float(loss[0]), float(np.sqrt(square[0]))
+
+    def update(self, *, lr: float, step: int, gradient_scale: float) -> None:
+        """The optimizer's step on every stage."""
+        for stage in self.stages.values():
+            stage.update(lr=lr, step=step, gradient_scale=gradient_scale)
+
+    def evaluate(self, part: Part) -> tuple[float, dict[str, np.ndarray]]:
+        """The loss of a batch in inference form, and the model's outputs that this rank makes."""
+        loss, outputs = np.zeros(1), {}
+        for index, stage in self.stages.items():
+            arrived: dict[str, Feed] = {}
+            for (source, to), names in self.routes.evaluation.items():
+                if to == index:
+                    arrived.update(self._take("F", source, index, part.index, names))
+            own_loss, own_outputs, leaving = stage.evaluate(part, arrived)
+            loss += own_loss
+            outputs.update(own_outputs)
+            for (source, to), names in self.routes.evaluation.items():
+                if source == index:
+                    self._give("F", index, to, part.index, {n: leaving[n] for n in names})
+                    self._send("F", index, to, part.index)
+        self._wait()
+        self.pipe.all_reduce(loss)
+        return float(loss[0]), outputs
+
+    # What this rank answers for: of what several stages hold, the first of them
+
+    def owned_values(self) -> dict[str, np.ndarray]:
+        """Parameters and buffers that this rank saves."""
+        held = {name: s.index for s in reversed(self.plan.stages) for name in s.parameters}
+        own = {name: a for i, stage in self.stages.items() for name, a in stage.values.items() if held[name] == i}
+        return own if self.replica == 0 else {}
+
+    def owned_states(self) -> dict[tuple[str, str], np.ndarray]:
+        """Optimizer states that this rank saves."""
+        own = {k: a for i, stage in self.stages.items() for k, a in stage.states.items() if self._first(k[0]) == i}
+        return own if self.replica == 0 else {}
+
+    def _first(self, name: str) -> int:
+        return next(s.index for s in self.plan.stages if name in s.parameters)
+
+    def _counted_gradients(self) -> list[np.ndarray]:
+        """The gradients that count in the norm: of a tied weight, one."""
+        return [g for i, stage in self.stages.items() for name, g in stage.gradients.items() if self._first(name) == i]
+
+    def close(self) -> None:
+        """Release the sessions."""
+        for stage in self.stages.values():
+            stage.close()
+
+    # Actions
+
+    def _actions(self, micro_batches: int) -> tuple[Action, ...]:
+        if micro_batches not in self._rows:
+            edges = {*self.routes.forward, *((t, s) for s, t in self.routes.backward)}
+            schedule = schedule_of(self.plan, micro_batches)
+            self._rows[micro_batches] = with_transfers(schedule, edges)[self.rank] if micro_batches else ()
+        return self._rows[micro_batches]
+
+    def _act(self, action: Action, part: Part, seed: int, step: int) -> None:
+        stage, kind, m = action.stage, action.kind, action.micro_batch
+        if kind == "RECV_F":
+            assert action.peer is not None
+            self._receive("F", action.peer, stage, m, self.routes.forward.get((action.peer, stage), []))
+        elif kind == "RECV_B":
+            assert action.peer is not None
+            self._receive("B", action.peer, stage, m, self.routes.backward.get((action.peer, stage), []))
+        elif kind in ("SEND_F", "SEND_B"):
+            assert action.peer is not None
+            self._send(kind[-1], stage, action.peer, m)
+        elif kind == "F":
+            arrived: dict[str, Feed] = {}
+            for (source, to), names in self.routes.forward.items():
+                if to == stage:
+                    arrived.update(self._take("F", source, stage, m, names))
+            leaving = self.stages[stage].forward(part, arrived, seed=seed, step=step)
+            for (source, to), names in self.routes.forward.items():
+                if source == stage:
+                    self._give("F", stage, to, m, {n: leaving[n] for n in names})
+        elif kind in _BACKWARD:
+            self._backward(action, part, seed, step)
+
+    def _backward(self, action: Action, part: Part, seed: int, step: int) -> None:
+        stage, m = action.stage, action.micro_batch
+        back: dict[tuple[str, int], Feed] = {}
+        if action.kind != "W":
+            for (source, to), names in self.routes.backward.items():
+                if to == stage:
+                    back.update({(n, source): v for n, v in self._take("B", source, stage, m, names).items()})
+        leaving: dict[tuple[str, int], Any] = {}
+        phases = _BACKWARD[action.kind]
+        for phase in phases:
+            last = action.kind != "I" and phase == phases[-1]
+            leaving.update(self.stages[stage].backward(phase, part, back, seed=seed, step=step, last=last))
+        if action.kind != "W":
+            for (source, to), names in self.routes.backward.items():
+                if source == stage:
+                    self._give("B", stage, to, m, {n: leaving[n, to] for n in names})
+
+    # Values between stages: a message carries one; both ends know their names and order from the plan
+
+    def _give(self, kind: str, stage: int, to: int, micro_batch: int, values: Mapping[str, Any]) -> None:
+        """Hand values over within the rank, or lay them ready for the schedule's SEND."""
+        if self.rank_of[to] == self.rank:
+            self._inbox.update({(kind, to, micro_batch, name, stage): value for name, value in values.items()})
+        else:
+            self._outbox[kind, stage, to, micro_batch] = list(values.values())
+
+    def _send(self, kind: str, stage: int, to: int, micro_batch: int) -> None:
+        for value in self._outbox.pop((kind, stage, to, micro_batch), []):
+            array = view(value)
+            self._sending.append((self.pipe.send(array, self.rank_of[to], 0), array))
+
+    def _receive(self, kind: str, source: int, stage: int, micro_batch: int, names: Sequence[str]) -> None:
+        for name in names:
+            self._inbox[kind, stage, micro_batch, name, source] = self.pipe.receive(self.rank_of[source], 0)
+
+    def _take(self, kind: str, source: int, stage: int, micro_batch: int, names: Sequence[str]) -> dict[str, Feed]:
+        if names and (kind, stage, micro_batch, names[0], source) not in self._inbox:
+            self._receive(kind, source, stage, micro_batch, names)
+        return {name: self._inbox.pop((kind, stage, micro_batch, name, source)) for name in names}
+
+    def _wait(self) -> None:
+        for request, _ in self._sending:
+            request.wait()
+        self._sending.clear()
+
+    # Between the ranks that hold the same
+
+    def _reduce(self) -> None:
+        """Sum gradients over replicas and over the stages that share a weight; average running statistics over replicas."""
+        if self.replicas > 1:
+            for stage in self.stages.values():
+                for gradient in stage.gradients.values():
+                    self.peers.all_reduce(gradient)
+                for buffer in stage.buffers.values():
+                    self.peers.all_reduce(buffer)
+                    buffer /= self.replicas
+        for name, stages in self.routes.tied.items():
+            self._sum_tied(name, stages)
+
+    def _sum_tied(self, name: str, stages: Sequence[int]) -> None:
+        """The first stage adds the others' gradients to its own, in their order, and all take the sum."""
+        home = self.rank_of[stages[0]]
+        mine = {s: self.stages[s].gradients[name] for s in stages if s in self.stages}
+        if self.rank == home:
+            total = mine[stages[0]]
+            for s in stages[1:]:
+                total += mine[s] if s in mine else self.pipe.receive(self.rank_of[s], 0)
+            others = [self.pipe.send(total, self.rank_of[s], 0) for s in stages[1:] if s not in mine]
+            for request in others:
+                request.wait()
+            for gradient in mine.values():
+                gradient[...] = total
+            return
+        for gradient in mine.values():
+            self.pipe.send(gradient.copy(), home, 0).wait()
+        for gradient in mine.values():
+            self.pipe.receive_into(gradient, home, 0).wait()

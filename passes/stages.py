@@ -1,0 +1,218 @@
+"""Stages and phases: the training graph cut by rank, and each stage's graph cut into what runs at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from ortc.compiler import STAGES, Compilation, Pass, of, role, set_role, set_stages
+from ortc.errors import RecipeError
+from ortc.graph.builder import Builder
+from ortc.graph.cut import carve, cut, needed, read_by
+from ortc.graph.partition import StageRow
+from ortc.graph.shapes import dims
+from ortc.passes.optimizer import state_slots
+from ortc.passes.partition import PartitionOptions, assign_stages
+from ortc.plan import StageCosts
+from ortc.runtime.schedule import Schedule, in_flight, make_schedule
+
+# Sizes that the cost model takes for symbolic dimensions that the recipe does not tell: of the batch, and of others.
+_BATCH, _OTHER = 8, 128
+
+# Nodes that only look at a value otherwise: a backward that has what they read runs them again, instead of keeping more.
+_VIEWS = frozenset({"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Shape", "Size"})
+
+
+@dataclass(frozen=True)
+class CutStages(Pass):
+    """Gives every stage its part of the training and the evaluation graph."""
+
+    name = "stages"
+    after = ("training-form",)
+
+    def run(self, c: Compilation) -> None:
+        evaluation = c.graphs.pop("eval")
+        pipeline = c.recipe.pipeline
+        if pipeline.stages == 1:
+            c.stages = [{"train": c.model, "eval": evaluation}]
+            return
+        schedule = make_schedule(pipeline.schedule, pipeline.stages, pipeline.parts, pipeline.ranks)
+        found = assign_stages(c.graph, _options(c, schedule), _sizes(c), state_slots(c))
+        places: dict[str, tuple[int, ...]] = {}
+        for node, stage in found.stage_of.items():
+            places[node.name or ""] = tuple(sorted(found.duplicated.get(node, {stage})))
+        c.costs = [_costs(row) for row in found.table]
+        c.stages = [{} for _ in range(pipeline.stages)]
+        _cut_into(c, "train", c.model, places)
+        _cut_into(c, "eval", evaluation, _by_inputs(evaluation.graph, places))
+
+
+def _options(c: Compilation, schedule: Schedule) -> PartitionOptions:
+    pipeline = c.recipe.pipeline
+    chunks = pipeline.stages // schedule.ranks
+    return PartitionOptions(
+        stages=pipeline.stages,
+        cuts=pipeline.cuts,
+        mapping=pipeline.assign,
+        memory_limit=None if pipeline.memory_limit is None else pipeline.memory_limit // chunks,
+        micro_batches=pipeline.parts,
+        in_flight=in_flight(schedule),
+        trainable=[p.name for p in c.parameters if p.trainable],
+        wrt=c.recipe.wrt,
+    )
+
+
+def _sizes(c: Compilation) -> dict[str, int]:
+    """What the cost model takes for the named dimensions of the inputs."""
+    sizes: dict[str, int] = {}
+    names = set()
+    for value in c.graph.inputs:
+        for axis, d in enumerate(dims(value) or ()):
+            if isinstance(d, str):
+                names.add(d)
+                sizes.setdefault(d, _BATCH if axis == 0 else _OTHER)
+    unknown = sorted(c.recipe.pipeline.sizes.keys() - names)
+    if unknown:
+        known = ", ".join(sorted(names)) or "none"
+        raise RecipeError(f"pipeline.sizes: no input has a dimension {unknown[0]!r}; there are {known}")
+    return {**sizes, **c.recipe.pipeline.sizes}
+
+
+def _costs(row: StageRow) -> StageCosts:
+    return StageCosts(
+        nodes=row.nodes,
+        flops=row.flops,
+        forward_seconds=row.forward_seconds,
+        backward_seconds=row.backward_seconds,
+        sends=dict(row.sends),
+        parameter_bytes=row.memory.parameters,
+        gradient_bytes=row.memory.gradients,
+        state_bytes=row.memory.state,
+        stash_bytes=row.memory.stash,
+        boundary_bytes=row.memory.boundary,
+    )
+
+
+def _by_inputs(graph: ir.Graph, places: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The places of a graph that was changed: a node of another name goes where the latest of its inputs is made."""
+    found = dict(places)
+    for node in graph:
+        if node.name not in found:
+            producers = [v.producer() for v in read_by(node)]
+            found[node.name or ""] = (max((found[p.name or ""][0] for p in producers if p is not None), default=0),)
+    return found
+
+
+def _cut_into(c: Compilation, phase: str, model: ir.Model, places: dict[str, tuple[int, ...]]) -> None:
+    for s, piece in enumerate(cut(model, len(c.stages), lambda node: places[node.name or ""])):
+        if piece is None:
+            continue
+        for arriving, value, source in piece.arriving:
+            set_stages(set_role(arriving, "boundary", of=value.name), [source])
+        for leaving, value, readers in piece.leaving:
+            set_stages(set_role(leaving, "boundary", of=value.name), readers)
+        c.stages[s][phase] = piece.model
+
+
+@dataclass(frozen=True)
+class SplitPhases(Pass):
+    """Cuts each stage's training graph into the phases that the schedule runs, and lets gradients add up over micro-batches."""
+
+    name = "phases"
+    after = ("clean-up",)
+
+    def run(self, c: Compilation) -> None:
+        pipeline = c.recipe.pipeline
+        if not pipeline.divided:
+            return
+        for phases in c.stages:
+            if "train" not in phases:
+                continue
+            _accumulate(phases["train"].graph)
+            if pipeline.stages > 1:
+                train = phases.pop("train")
+                _split(phases, train, apart=pipeline.schedule == "zb-h1")
+
+
+def _accumulate(graph: ir.Graph) -> None:
+    """Each parameter's gradient is added to an input, whose memory the output may share."""
+    op = Builder(graph)
+    parameters = {of(v): v for v in graph.inputs if role(v) == "parameter"}
+    for index, gradient in enumerate(graph.outputs):
+        if role(gradient) != "gradient" or of(gradient) not in parameters:
+            continue
+        total = ir.Value(name=op.names.fresh(f"{of(gradient)}.total"), type=gradient.type, shape=gradient.shape)
+        graph.inputs.append(set_role(total, "gradient", of=of(gradient)))
+        with op.scope(f"{of(gradient)}.total", origin=of(gradient), pass_="phases"):
+            added = op.Add(total, gradient, _like=gradient)
+        added.name = op.names.fresh(f"{gradient.name}.total")
+        set_role(added, "gradient", of=of(gradient))
+        graph.outputs[index] = added
+
+
+_FORWARD_ROLES = frozenset({"loss", "boundary", "buffer"})
+_OUTPUT_ROLES = _FORWARD_ROLES | {"gradient", "boundary_gradient"}
+
+
+def _split(phases: dict[str, ir.Model], train: ir.Model, *, apart: bool) -> None:
+    """Forward and backward, or the backward in two parts: the gradients that other stages wait for, and the weights'."""
+    graph = train.graph
+    ahead = [v for v in graph.outputs if role(v) in _FORWARD_ROLES]
+    behind = [v for v in graph.outputs if role(v) not in _FORWARD_ROLES]
+    if behind:
+        stash = _stash(graph, ahead, behind)
+        waited = [v for v in behind if role(v) == "boundary_gradient"]
+        if apart and waited and len(waited) < len(behind):
+            weights = [v for v in behind if role(v) != "boundary_gradient"]
+            first, _ = needed(waited, set(stash))
+            last, _ = needed(weights, set(stash) | {v for n in first for v in n.outputs})
+            shared = [v for n in graph if n in first and n not in last for v in n.outputs]
+            kept = [v for v in shared if any(u.node in last for u in v.uses()) or v in weights]
+            phases["backward_input"] = _phase(train, [*waited, *(v for v in kept if v not in waited)], stash)
+            phases["backward_weight"] = _phase(train, weights, [*stash, *kept])
+        elif apart:
+            phases["backward_input" if waited else "backward_weight"] = _phase(train, behind, stash)
+        else:
+            phases["backward"] = _phase(train, behind, stash)
+    phases["forward"] = _phase(train, _outputs_with(ahead, stash if behind else []), [])
+
+
+def _outputs_with(ahead: list[ir.Value], stash: list[ir.Value]) -> list[ir.Value]:
+    return list(dict.fromkeys([*ahead, *stash]))
+
+
+def _stash(graph: ir.Graph, ahead: list[ir.Value], behind: list[ir.Value]) -> list[ir.Value]:
+    """What the backward needs of the forward's values."""
+    forward, _ = needed(ahead, set())
+    made = {v for node in forward for v in node.outputs}
+    _, kept = needed(behind, made)
+    wanted = [v for node in graph for v in node.outputs if v in kept]
+    # Views are looked at again where what they view is at hand, in the order of the graph, until none is left.
+    stash: list[ir.Value] = []
+    for value in wanted:
+        node = value.producer()
+        assert node is not None
+        if not _at_hand(node, set(stash), made):
+            stash.append(value)
+    return stash
+
+
+def _at_hand(node: ir.Node, stash: set[ir.Value], made: set[ir.Value]) -> bool:
+    if node.op_type not in _VIEWS or node.domain:
+        return False
+    return all(v in stash or v not in made or _view_at_hand(v, stash, made) for v in read_by(node))
+
+
+def _view_at_hand(value: ir.Value, stash: set[ir.Value], made: set[ir.Value]) -> bool:
+    producer = value.producer()
+    return producer is not None and _at_hand(producer, stash, made)
+
+
+def _phase(train: ir.Model, outputs: list[ir.Value], given: list[ir.Value]) -> ir.Model:
+    model, read = carve(train, outputs, given)
+    stash = model.graph.inputs[len(model.graph.inputs) - len(read) :]
+    for value in [*stash, *(v for v in model.graph.outputs if role(v) not in _OUTPUT_ROLES)]:
+        value.metadata_props.pop(STAGES, None)
+        set_role(value, "stash", of=value.name)
+    return model
