@@ -41,6 +41,7 @@ def watch(count: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     while selector.get_map():
         for key, _ in selector.select():  # epoll lists them in the order in which they closed
+            assert isinstance(key.fileobj, socket.socket)
             said = receive(key.fileobj)
             selector.unregister(key.fileobj)
             if said != GOODBYE:
