@@ -166,7 +166,7 @@ class ShapeInference:
         finally:
             for value, (type_, shape) in zip(node.outputs, declared, strict=True):
                 value.type = value.type or type_
-                value.shape = merged(_believed(node, dims(value)), shape)
+                value.shape = _confirmed(_believed(node, dims(value)), shape)
 
     def _inference(self, opset: int) -> NodeInference:
         if opset not in self._inferences:
@@ -193,6 +193,15 @@ def merged(first: Dims | None, second: Dims | None) -> ir.Shape | None:
     for a, b in zip(first, second, strict=True):
         merged.append(b if a is None or (isinstance(a, str) and isinstance(b, int)) else a)
     return ir.Shape(merged)
+
+
+def _confirmed(inferred: Dims | None, declared: Dims | None) -> ir.Shape | None:
+    """What was inferred; what the model declares counts where nothing was. (An exporter may have written down the sizes of
+    its example: a name that comes from the inputs is right for every size.)"""
+    if inferred is None or declared is None or len(inferred) != len(declared):
+        best = inferred if inferred is not None else declared
+        return None if best is None else ir.Shape(best)
+    return ir.Shape([b if a is None else a for a, b in zip(inferred, declared, strict=True)])
 
 
 def _believed(node: ir.Node, shape: Dims | None) -> Dims | None:
@@ -594,10 +603,16 @@ def _slice_dims(inference: ShapeInference, node: ir.Node) -> None:
     inference.refine(node.outputs[0], shape)
 
 
+def _bound(bound: Dim, size: Dim) -> Dim:
+    """Bounds beyond what any size can be stand for the beginning and the end."""
+    if isinstance(bound, int) and abs(bound) >= _LARGEST_SIZE:
+        return size if bound > 0 else 0
+    return bound
+
+
 def _slice_length(size: Dim, start: Dim, end: Dim) -> Dim:
     """The length of ``[start:end]`` with step 1; None where it depends on which is larger."""
-    if isinstance(end, int) and end >= _LARGEST_SIZE:
-        end = size
+    start, end = (_bound(b, size) for b in (start, end))
     if isinstance(start, int) and start < 0:
         start = _arithmetic("+", size, start)
         if isinstance(start, int):

@@ -18,7 +18,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from onnx.reference.ops.op_scan import Scan as StandardScan
 
-_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 
 # Rules (as ``ortc.rule`` says of a node) whose gradient is by declaration not the derivative.
 STRAIGHT_THROUGH = frozenset({"FakeQuantize"})
@@ -30,46 +30,53 @@ def evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
 
 
 def widened(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of the model in float64 throughout: inputs, outputs, constants, and what Cast and the like make."""
+    """A copy of the model in float64 throughout."""
+    return retyped(model, TensorProto.DOUBLE)
+
+
+def retyped(model: onnx.ModelProto, dtype: int) -> onnx.ModelProto:
+    """A copy of the model in one floating-point type: inputs, outputs, constants, and what Cast and the like make."""
     model = onnx.ModelProto.FromString(model.SerializeToString())
-    _widen_graph(model.graph)
+    _retype_graph(model.graph, dtype)
     for function in model.functions:
-        _widen_nodes(function.node)
+        _retype_nodes(function.node, dtype)
     return model
 
 
-def _widen_graph(graph: onnx.GraphProto) -> None:
+def _retype_graph(graph: onnx.GraphProto, dtype: int) -> None:
     for value in [*graph.input, *graph.output, *graph.value_info]:
         kind = value.type.tensor_type
         if kind.elem_type in _FLOATS:
-            kind.elem_type = TensorProto.DOUBLE
+            kind.elem_type = dtype
     for tensor in graph.initializer:
-        _widen_tensor(tensor)
-    _widen_nodes(graph.node)
+        _retype_tensor(tensor, dtype)
+    _retype_nodes(graph.node, dtype)
 
 
-def _widen_nodes(nodes: Iterable[onnx.NodeProto]) -> None:
+def _retype_nodes(nodes: Iterable[onnx.NodeProto], dtype: int) -> None:
     for node in nodes:
+        if node.op_type == "ConstantOfShape" and not node.attribute:  # float32 zeros
+            node.attribute.append(onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(np.zeros(1, np.float32))))
         for attribute in node.attribute:
             if attribute.name in _TYPE_ATTRIBUTES and attribute.i in _FLOATS:
-                attribute.i = TensorProto.DOUBLE
+                attribute.i = dtype
             if attribute.name in ("value_float", "value_floats"):  # a Constant's; they are float32 by their kind
                 numbers = attribute.f if attribute.name == "value_float" else attribute.floats
-                tensor = onnx.numpy_helper.from_array(np.array(numbers, np.float64))
+                tensor = onnx.numpy_helper.from_array(np.array(numbers, np.float32))
                 attribute.CopyFrom(onnx.helper.make_attribute("value", tensor))
-            elif attribute.type == onnx.AttributeProto.TENSOR:
-                _widen_tensor(attribute.t)
+            if attribute.type == onnx.AttributeProto.TENSOR:
+                _retype_tensor(attribute.t, dtype)
             for graph in [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else attribute.graphs:
-                _widen_graph(graph)
+                _retype_graph(graph, dtype)
 
 
 # Attributes that name an element type, in any operator.
 _TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "output_datatype"})
 
 
-def _widen_tensor(tensor: onnx.TensorProto) -> None:
+def _retype_tensor(tensor: onnx.TensorProto, dtype: int) -> None:
     if tensor.data_type in _FLOATS:
-        array = onnx.numpy_helper.to_array(tensor).astype(np.float64)
+        array = onnx.numpy_helper.to_array(tensor).astype(onnx.helper.tensor_dtype_to_np_dtype(dtype))
         tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
 
 

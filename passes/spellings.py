@@ -49,11 +49,25 @@ def _spelling(*op_types: str) -> Callable[[Spelling], Spelling]:
     *("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2"),
     *("ReduceLogSum", "ReduceLogSumExp", "ReduceSumSquare"),
 )
-def _no_axes(op: Builder, node: ir.Node) -> None:
-    """An empty list of axes stands for all of them, as no list does."""
-    axes = node.inputs[1] if len(node.inputs) > 1 else None
-    if axes is not None and dims(axes) == (0,) and not node.attributes.get_int("noop_with_empty_axes", 0):
+def _no_axes(op: Builder, node: ir.Node) -> ir.Value | None:
+    """An empty list of axes stands for all of them, as no list does; or, if the node says so, for none at all."""
+    x, axes = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
+    if x is None or (axes is not None and dims(axes) != (0,)):
+        return None
+    if node.attributes.get_int("noop_with_empty_axes", 0):
+        return _OF_ONE[node.op_type](op, x) if node.op_type in _OF_ONE else op.Identity(x)
+    if axes is not None:
         node.replace_input_with(1, None)
+    return None
+
+
+# What a reduction makes of one element, where it is not that element. (ONNX Runtime gives the element all the same.)
+_OF_ONE: dict[str, Callable[[Builder, ir.Value], ir.Value]] = {
+    "ReduceL1": lambda op, x: op.Abs(x),
+    "ReduceL2": lambda op, x: op.Abs(x),
+    "ReduceLogSum": lambda op, x: op.Log(x),
+    "ReduceSumSquare": lambda op, x: x * x,
+}
 
 
 @_spelling("Mod")

@@ -13,7 +13,7 @@ import sys
 import warnings
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -34,7 +34,7 @@ from ortc.graph.shapes import is_float
 from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
 from ortc.passes.pipeline import keeps, lower
 from ortc.passes.randomness import RANDOM
-from ortc.passes.reference import evaluator
+from ortc.passes.reference import evaluator, retyped, widened
 from ortc.passes.sequences import resolve_sequences
 from ortc.passes.spellings import respell
 from ortc.rules import GRADIENTS, load_declarations, node_key
@@ -236,7 +236,7 @@ def direction(name: str, like: np.ndarray) -> np.ndarray:
 
 def with_constants(model: onnx.ModelProto, arrays: Arrays, wanted: list[str]) -> onnx.ModelProto:
     """The case's model in float32; inputs that are not float are constants, as they mostly are in real models."""
-    model = retyped(model, dict.fromkeys((*HALVES, onnx.TensorProto.DOUBLE), onnx.TensorProto.FLOAT))
+    model = retyped(model, onnx.TensorProto.FLOAT)
     kept = [v for v in model.graph.input if v.name in wanted]
     for value in model.graph.input:
         if value.name not in wanted and value.name in arrays:
@@ -244,51 +244,6 @@ def with_constants(model: onnx.ModelProto, arrays: Arrays, wanted: list[str]) ->
     del model.graph.input[:]
     model.graph.input.extend(kept)
     return model
-
-
-def widened(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The same model in float64 throughout."""
-    return retyped(model, dict.fromkeys((*HALVES, onnx.TensorProto.FLOAT), onnx.TensorProto.DOUBLE))
-
-
-def retyped(model: onnx.ModelProto, types: Mapping[int, int]) -> onnx.ModelProto:
-    """A copy whose tensors have other element types: inputs, outputs, constants, and what Cast and the like make."""
-    model = onnx.ModelProto.FromString(model.SerializeToString())
-    for value in [*model.graph.input, *model.graph.output, *model.graph.value_info]:
-        kind = value.type.tensor_type
-        kind.elem_type = types.get(kind.elem_type, kind.elem_type)
-    for nodes, tensors in [(model.graph.node, model.graph.initializer), *((f.node, ()) for f in model.functions)]:
-        for tensor in [*tensors, *_retype_nodes(nodes, types)]:
-            _retype_tensor(tensor, types)
-    return model
-
-
-def _retype_nodes(nodes: Iterable[onnx.NodeProto], types: Mapping[int, int]) -> Iterator[onnx.TensorProto]:
-    """Change attributes that name a type; gives the tensors."""
-    for node in nodes:
-        if node.op_type == "ConstantOfShape" and not node.attribute:
-            node.attribute.append(onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(np.zeros(1, np.float32))))
-        for attribute in node.attribute:
-            if attribute.name in ("to", "dtype", "output_dtype"):
-                attribute.i = types.get(attribute.i, attribute.i)
-            if attribute.type == onnx.AttributeProto.TENSOR:
-                yield attribute.t
-            if attribute.name in ("value_float", "value_floats"):
-                array = np.array(attribute.f if attribute.name == "value_float" else attribute.floats, np.float32)
-                attribute.CopyFrom(onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(array)))
-                yield attribute.t
-            for graph in [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else []:
-                for value in [*graph.input, *graph.output]:
-                    kind = value.type.tensor_type
-                    kind.elem_type = types.get(kind.elem_type, kind.elem_type)
-                yield from graph.initializer
-                yield from _retype_nodes(graph.node, types)
-
-
-def _retype_tensor(tensor: onnx.TensorProto, types: Mapping[int, int]) -> None:
-    if tensor.data_type in types:
-        array = onnx.numpy_helper.to_array(tensor).astype(onnx.helper.tensor_dtype_to_np_dtype(types[tensor.data_type]))
-        tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
 
 
 def normalised(model: onnx.ModelProto) -> ir.Model:
