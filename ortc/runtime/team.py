@@ -44,8 +44,11 @@ class Team:
         if threads is None and self.size > 1:
             threads = max((os.cpu_count() or 1) // self.size, 1)
         self._pool = ThreadPoolExecutor(len(worlds)) if len(worlds) > 1 else None
-        self.workers: list[Worker] = []
-        self.workers = self._run(worlds, lambda world: Worker(folder, plan, world, threads))
+        try:
+            self.workers = self._run(worlds, lambda world: Worker(folder, plan, world, threads))
+        except BaseException as error:
+            self.fail(error)
+            raise
         self.main = self.workers[0].world.rank == 0
 
     def each(self, function: Callable[[Worker], T]) -> list[T]:

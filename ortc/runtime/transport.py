@@ -564,6 +564,9 @@ def run_threads(world: Sequence[Transport], function: Callable[[Transport], T]) 
 
 # MPI
 
+# Seconds that the other ranks leave to rank 0: of a mistake that all of them see, such as missing data, it alone speaks.
+_COURTESY = 1.0
+
 # A wait first asks without a pause, then lets others have the core, then sleeps: MPI itself would spin, and eight ranks on two
 # cores would take turns at spinning.
 _EAGER_POLLS, _YIELDING_POLLS, _PAUSE = 20, 200, 100e-6
@@ -694,6 +697,8 @@ class MpiTransport(Transport):
         if isinstance(error, HandshakeError) and self.rank != 0:
             self._say_goodbye()
             time.sleep(10)  # rank 0 says it for all, and ends all
+        if isinstance(error, OrtcError) and self.rank != 0:
+            time.sleep(_COURTESY)
         if not isinstance(error, OrtcError):
             traceback.print_exception(kind, error, trace)
         self.abort(str(error) or type(error).__name__)
