@@ -90,8 +90,8 @@ class Pipeline(_Table):
 
     @property
     def divided(self) -> bool:
-        """Whether there is more than one stage or micro-batch."""
-        return self.stages > 1 or self.parts > 1
+        """Whether there is more than one stage, micro-batch or replica."""
+        return self.stages > 1 or self.parts > 1 or self.replicas > 1
 
 
 class Recipe(_Table):

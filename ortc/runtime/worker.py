@@ -84,6 +84,11 @@ class Worker:
                 f"start {self.ranks}, or a multiple for several replicas"
             )
         self.replicas = world.size // self.ranks
+        if self.replicas > 1 and not plan.recipe.pipeline.divided:
+            raise PlanError(
+                f"{folder} was compiled for one rank, and its graphs take the mean of a whole batch: compile the model again "
+                f"with --data-parallel {self.replicas}"
+            )
         self.replica, self.rank = divmod(world.rank, self.ranks)
         self.rank_of = schedule_of(plan, 1).stage_rank
         self.routes = Routes(plan)
