@@ -1,11 +1,11 @@
 """Forms of operators that ONNX Runtime has no kernel for, or that rules would have to know beside the usual one.
 
-A spelling is ``f(op, node) -> value, values or None``: what stands for the node's outputs, None where the node stays.
+A spelling is ``f(op, node) -> value or None``: what stands for the node's output, None where the node stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
@@ -15,7 +15,7 @@ from ortc.graph.names import all_graphs
 from ortc.graph.shapes import dims, is_float
 from ortc.passes.inlining import take_place
 
-Spelling = Callable[[Builder, ir.Node], ir.Value | Sequence[ir.Value] | None]
+Spelling = Callable[[Builder, ir.Node], ir.Value | None]
 _SPELLINGS: dict[str, Spelling] = {}
 
 # The exponents that ONNX Runtime's Pow takes.
@@ -31,8 +31,7 @@ def respell(model: ir.Model) -> ir.Model:
             with op.scope(node.name or node.op_type, before=node, origin=node.name or "", pass_="respell"):
                 made = _SPELLINGS[node.op_type](op, node)
             if made is not None:
-                for old, new in zip(node.outputs, [made] if isinstance(made, ir.Value) else made, strict=True):
-                    take_place(old, new)
+                take_place(node.outputs[0], made)
                 graph.remove(node, safe=True)
     return model
 
@@ -100,18 +99,3 @@ def _has_element(op: Builder, node: ir.Node) -> ir.Value | None:
     if x is None:
         return op.Identity(op.const(np.array(False)))
     return op.Identity(op.const(np.array(True))) if isinstance(x.type, ir.TensorType) else None
-
-
-@_spelling("LSTM", "GRU", "RNN")
-def _batch_first(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
-    """With layout=1 the batch comes before the steps, and before the directions of the states."""
-    if not node.attributes.get_int("layout", 0):
-        return None
-    attributes = {k: a.value for k, a in node.attributes.items() if k != "layout"}
-    inputs = list(node.inputs)
-    for index in (0, 5, 6):  # X, initial_h, initial_c
-        if index < len(inputs) and inputs[index] is not None:
-            inputs[index] = op.Transpose(inputs[index], perm=[1, 0, 2])
-    made = op.node(node.op_type, *inputs, _outputs=len(node.outputs), **attributes)
-    values = list(made) if isinstance(made, tuple) else [made]
-    return [op.Transpose(v, perm=[1, 0, 2] if i else [2, 0, 1, 3]) for i, v in enumerate(values)]
