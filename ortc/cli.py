@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -64,7 +65,9 @@ def compile_(
     clip_norm: Annotated[float | None, typer.Option(help="clip the gradients to this norm, all together")] = None,
     stages: Annotated[int | None, typer.Option(min=1, help="parts of the model, for as many pipeline ranks")] = None,
     micro_batches: Annotated[int | None, typer.Option(min=1, help="parts of a batch; gradients add up over them")] = None,
-    pipeline: Annotated[str | None, typer.Option(metavar="NAME", help="gpipe, 1f1b, interleaved or zb-h1")] = None,
+    pipeline: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="gpipe, 1f1b, interleaved, zb-h1, or a text file with your own")
+    ] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="pipeline ranks, fewer than stages only for interleaved")] = None,
     data_parallel: Annotated[
         int | None, typer.Option(min=1, help="copies of all stages, each with its part of a batch")
@@ -87,12 +90,14 @@ def compile_(
     quiet: Quiet = False,
 ) -> None:
     """Build the training graphs of a model."""
+    schedule_text, sizes = read_pipeline(pipeline) if pipeline is not None else (None, {})
     chosen = build_recipe(
         recipe, loss=loss, train=train, freeze=freeze, wrt=wrt, batch_norm=batch_norm, optimizer=optimizer, lr=lr,
         schedule=schedule, warmup=warmup, seed=seed, target=target, clip_norm=clip_norm,
         pipeline={
-            "stages": stages or (len(cut) + 1 if cut else None), "micro_batches": micro_batches, "schedule": pipeline,
-            "ranks": ranks, "replicas": data_parallel, "cuts": cut or None, "assign": _pairs(assign, "--assign"),
+            "stages": stages or (len(cut) + 1 if cut else sizes.get("stages")), "schedule": schedule_text,
+            "micro_batches": micro_batches or sizes.get("micro_batches"), "ranks": ranks or sizes.get("ranks"),
+            "replicas": data_parallel, "cuts": cut or None, "assign": _pairs(assign, "--assign"),
             "memory_limit": None if memory_limit is None else parse_bytes(memory_limit), "sizes": _pairs(size, "--size"),
         },
     )  # fmt: skip
@@ -278,6 +283,28 @@ def build_recipe(
     return parse_recipe(fields)
 
 
+def read_pipeline(name: str) -> tuple[str, dict[str, int]]:
+    """A schedule by its name, or the text of a file, with the numbers of stages, ranks and micro-batches that it is for.
+
+    Raises:
+        RecipeError: there is neither, or the file holds no schedule.
+    """
+    from ortc.runtime.schedule import SCHEDULES, size_of
+
+    if name in SCHEDULES:
+        return name, {}
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RecipeError(f"there is no schedule {name!r}, and no such file: take one of {', '.join(SCHEDULES)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot read the schedule {name}: {error}") from None
+    try:
+        return text, size_of(text)
+    except RecipeError as error:
+        raise RecipeError(f"{name}: {error}") from None
+
+
 def _pairs(texts: list[str] | None, flag: str) -> dict[str, int] | None:
     """``NAME=NUMBER``, several times."""
     pairs: dict[str, int] = {}
@@ -342,9 +369,11 @@ def _value(text: str) -> Any:
 
 def describe_plan(plan: Plan, output: Path) -> str:
     """What was compiled, in a few lines: what was chosen, and how to choose otherwise."""
+    from ortc.inspection import schedule_name, stage_lines
+
     trained = plan.trainable()
-    count = sum(_elements(p.shape) for p in trained)
-    held = sum(_elements(p.shape) for p in plan.parameters)
+    count = sum(math.prod(p.shape) for p in trained)
+    held = sum(math.prod(p.shape) for p in plan.parameters)
     folder = shlex.quote(str(output))
     lines = [f"{output}: training graphs of {plan.model} for {plan.target} (opset {plan.opset})"]
     for loss in plan.losses:
@@ -358,48 +387,14 @@ def describe_plan(plan: Plan, output: Path) -> str:
     pipeline = plan.recipe.pipeline
     if pipeline.divided:
         ranks = (pipeline.ranks or pipeline.stages) * pipeline.replicas
-        how = f"{pipeline.stages} stages, {pipeline.schedule}, " if pipeline.stages > 1 else ""
+        how = f"{pipeline.stages} stages, {schedule_name(plan)}, " if pipeline.stages > 1 else ""
         lines.append(
             f"  pipeline    {how}{pipeline.parts} micro-batches, {ranks} ranks (--stages, --micro-batches, --pipeline)"
         )
-        lines += _stage_lines(plan)
+        lines += stage_lines(plan)
     lines += [f"warning: {text}" for text in plan.warnings]
     lines.append(f"next: ortc run {folder} --data train.npz")
     return "\n".join(lines)
-
-
-def _stage_lines(plan: Plan) -> list[str]:
-    """The stages as predicted: what each holds, computes, sends and takes."""
-    table = [(s, s.costs) for s in plan.stages if s.costs is not None]
-    if not table:
-        return []
-    seconds = [c.forward_seconds + c.backward_seconds for _, c in table]
-    rows = [("stage", "nodes", "parameters", "GFLOP", "ms", "sends", "memory")]
-    for (stage, c), time in zip(table, seconds, strict=True):
-        held = [p for p in plan.parameters if p.name in stage.parameters]
-        memory = c.parameter_bytes + c.gradient_bytes + c.state_bytes + c.stash_bytes + c.boundary_bytes
-        sends = ", ".join(f"{_bytes(n)} to {to}" for to, n in c.sends.items()) or "-"
-        count = f"{sum(_elements(p.shape) for p in held):,}"
-        rows.append((str(stage.index), str(c.nodes), count, f"{c.flops / 1e9:.3g}", f"{time * 1e3:.3g}", sends, _bytes(memory)))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-    slowest = max(seconds) * len(seconds) / sum(seconds)
-    return [*lines, f"  predicted, of one micro-batch; the slowest stage takes {slowest:.3f} of the mean"]
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            break
-        count /= 1024
-    return f"{count:.3g} {unit}"
-
-
-def _elements(shape: list[int]) -> int:
-    count = 1
-    for d in shape:
-        count *= d
-    return count
 
 
 def main() -> None:

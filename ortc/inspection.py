@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ortc.errors import OrtcError
+from ortc.errors import OrtcError, PlanError
 from ortc.plan import ParameterInfo, Plan, load_plan
 from ortc.recipe import Recipe
 
@@ -44,9 +47,19 @@ def inspect_model(path: Path, recipe: Recipe, rules: Sequence[Path] = ()) -> Non
         raise problem
 
 
-def inspect_folder(folder: Path) -> None:
-    """Print the parameters and graphs of an output folder."""
+def inspect_folder(folder: Path, timeline: Path | None = None, schedule_file: Path | None = None) -> None:
+    """Print what an output folder holds: parameters, graphs, stages, and the schedule as it is predicted.
+
+    Args:
+        folder: the folder.
+        timeline: where to write the predicted step, for Perfetto or chrome://tracing.
+        schedule_file: where to write the schedule as text; what is there is not replaced, it may be a person's own.
+    """
     plan = load_plan(folder)
+    if len(plan.stages) == 1 and (timeline or schedule_file):
+        raise PlanError(f"{folder} has one stage, and so no schedule: compile with --stages N")
+    if schedule_file is not None and schedule_file.exists():
+        raise OrtcError(f"{schedule_file} exists already; choose another name")
     console = _console()
     console.print(_fates(f"{folder}: weights of {plan.model}", plan.parameters, []))
     console.print(_graphs(plan))
@@ -54,6 +67,67 @@ def inspect_folder(folder: Path) -> None:
         console.print(f"loss: {loss.name} of output {loss.output!r}: {loss.chosen}", markup=False)
     for warning in plan.warnings:
         console.print(f"warning: {warning}", markup=False)
+    if len(plan.stages) > 1:
+        _print_pipeline(plan, timeline, schedule_file)
+
+
+def _print_pipeline(plan: Plan, timeline: Path | None, schedule_file: Path | None) -> None:
+    from ortc.runtime.files import write_text
+    from ortc.runtime.schedule import format_schedule
+    from ortc.runtime.simulate import chrome_trace, grid, plan_costs, simulate
+    from ortc.runtime.worker import Routes, schedule_of
+
+    edges = Routes(plan).edges
+    schedule, costs = schedule_of(plan, plan.recipe.pipeline.parts), plan_costs(plan)
+    step = simulate(schedule, costs, edges)
+    print("stages", *stage_lines(plan), sep="\n")
+    print(f"schedule {schedule.name}: {1e3 * step.end:.4g} ms, bubble {step.bubble:.1%} (`ortc simulate` compares others)")
+    print(grid(schedule, costs, edges), end="")
+    if timeline is not None:
+        write_text(timeline, json.dumps(chrome_trace(step.timed, edges)) + "\n")
+        print(f"{timeline}: open it in ui.perfetto.dev or chrome://tracing")
+    if schedule_file is not None:
+        write_text(schedule_file, format_schedule(schedule))
+        print(f"{schedule_file}: edit it, and give it to `ortc compile --pipeline {shlex.quote(str(schedule_file))}`")
+
+
+def schedule_name(plan: Plan) -> str:
+    """The name of the plan's schedule."""
+    from ortc.runtime.schedule import OWN, is_text
+
+    return OWN if is_text(plan.recipe.pipeline.schedule) else plan.recipe.pipeline.schedule
+
+
+def stage_lines(plan: Plan) -> list[str]:
+    """The stages as predicted: what each holds, computes, sends and takes."""
+    table = [(s, s.costs) for s in plan.stages if s.costs is not None]
+    if not table:
+        return []
+    rows = [("stage", "nodes", "parameters", "GFLOP", "ms", "sends", "memory")]
+    for stage, c in table:
+        held = [p for p in plan.parameters if p.name in stage.parameters]
+        sends = ", ".join(f"{format_bytes(n)} to {to}" for to, n in c.sends.items()) or "-"
+        count = f"{sum(math.prod(p.shape) for p in held):,}"
+        cells = (f"{c.flops / 1e9:.3g}", f"{c.seconds * 1e3:.3g}", sends, format_bytes(c.memory_bytes))
+        rows.append((str(stage.index), str(c.nodes), count, *cells))
+    seconds = [c.seconds for _, c in table]
+    slowest = max(seconds) * len(seconds) / sum(seconds)
+    return [*columns(rows), f"  predicted, of one micro-batch; the slowest stage takes {slowest:.3f} of the mean"]
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines, each column as wide as it must be, the cells on its right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+
+
+def format_bytes(count: float) -> str:
+    """``3.2 MiB``"""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.3g} {unit}"
 
 
 def list_operators(model: Path | None, rules: Sequence[Path] = ()) -> None:

@@ -88,13 +88,26 @@ class StageCosts(_Table):
     nodes: int
     flops: float
     forward_seconds: float
-    backward_seconds: float
+    backward_input_seconds: float = Field(description="of the gradients that earlier stages wait for")
+    backward_weight_seconds: float = Field(description="of the weights' gradients")
     sends: dict[int, int] = Field(description="bytes to each later stage")
+    send_seconds: dict[int, float] = Field(description="how long those take")
     parameter_bytes: int
     gradient_bytes: int
     state_bytes: int
-    stash_bytes: int = Field(description="of one micro-batch in flight")
+    stash_bytes: int = Field(description="kept for the backward by the micro-batches in flight")
+    in_flight: int = Field(description="how many those are under the recipe's schedule")
     boundary_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_seconds + self.backward_input_seconds + self.backward_weight_seconds
+
+    @property
+    def memory_bytes(self) -> int:
+        """All that the stage's own tensors take."""
+        return self.parameter_bytes + self.gradient_bytes + self.state_bytes + self.stash_bytes + self.boundary_bytes
 
 
 class Stage(_Table):

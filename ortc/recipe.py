@@ -74,7 +74,9 @@ class Pipeline(_Table):
     micro_batches: int | None = Field(
         None, ge=1, description="parts of a batch; default: 1 for one stage, else twice the stages"
     )
-    schedule: str = Field("1f1b", description="gpipe, 1f1b, interleaved or zb-h1")
+    schedule: str = Field(
+        "1f1b", description="gpipe, 1f1b, interleaved, zb-h1, or the text of your own, a line of actions per rank"
+    )
     replicas: int = Field(1, ge=1, description="data-parallel copies of all stages")
     cuts: list[str] = Field(
         default_factory=list, description="tensors that end stage 0, 1, …; several for one joined by commas"

@@ -166,6 +166,7 @@ def describe(graph: ir.Graph, shapes: Shapes, options: PartitionOptions, optimiz
                 extra=extra,
                 forward=cost.forward.seconds,
                 backward=cost.backward_seconds,
+                backward_weight=cost.backward_weight.seconds,
                 flops=_total(cost).flops,
                 replicable=node in flow.replicable,
                 last=node in last,

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from ortc.compiler import STAGES, Compilation, Pass, of, role, set_role, set_stages
+from ortc.compiler import STAGES, Compilation, Pass, of, role, set_role, set_stages, stages_of
 from ortc.errors import RecipeError
 from ortc.graph.builder import Builder
 from ortc.graph.cut import carve, cut, needed, read_by
 from ortc.graph.partition import StageRow
 from ortc.graph.shapes import dims
+from ortc.passes.costs import LINK_BANDWIDTH
 from ortc.passes.optimizer import state_slots
 from ortc.passes.partition import PartitionOptions, assign_stages
 from ortc.plan import StageCosts
-from ortc.runtime.schedule import Schedule, in_flight, make_schedule
+from ortc.runtime.schedule import Schedule, check, in_flight, make_schedule
 
 # Sizes that the cost model takes for symbolic dimensions that the recipe does not tell: of the batch, and of others.
 _BATCH, _OTHER = 8, 128
@@ -34,23 +35,35 @@ class CutStages(Pass):
     def run(self, c: Compilation) -> None:
         evaluation = c.graphs.pop("eval")
         pipeline = c.recipe.pipeline
+        schedule = _schedule(c)
         if pipeline.stages == 1:
             c.stages = [{"train": c.model, "eval": evaluation}]
             return
-        schedule = make_schedule(pipeline.schedule, pipeline.stages, pipeline.parts, pipeline.ranks)
         found = assign_stages(c.graph, _options(c, schedule), _sizes(c), state_slots(c))
         places: dict[str, tuple[int, ...]] = {}
         for node, stage in found.stage_of.items():
             places[node.name or ""] = tuple(sorted(found.duplicated.get(node, {stage})))
-        c.costs = [_costs(row) for row in found.table]
+        c.costs = [_costs(row, count) for row, count in zip(found.table, in_flight(schedule), strict=True)]
         c.stages = [{} for _ in range(pipeline.stages)]
         _cut_into(c, "train", c.model, places)
         _cut_into(c, "eval", evaluation, _by_inputs(evaluation.graph, places))
+        check(schedule, _edges(c))
+
+
+def _schedule(c: Compilation) -> Schedule:
+    pipeline = c.recipe.pipeline
+    return make_schedule(pipeline.schedule, pipeline.stages, pipeline.parts, pipeline.ranks)
+
+
+def _edges(c: Compilation) -> set[tuple[int, int]]:
+    """Between which stages values go."""
+    arriving = [(v, s) for s, phases in enumerate(c.stages) if "train" in phases for v in phases["train"].graph.inputs]
+    return {(source, s) for v, s in arriving if role(v) == "boundary" for source in stages_of(v) or ()}
 
 
 def _options(c: Compilation, schedule: Schedule) -> PartitionOptions:
     pipeline = c.recipe.pipeline
-    chunks = pipeline.stages // schedule.ranks
+    chunks = max(map(schedule.stage_rank.count, range(schedule.ranks)))
     return PartitionOptions(
         stages=pipeline.stages,
         cuts=pipeline.cuts,
@@ -79,17 +92,20 @@ def _sizes(c: Compilation) -> dict[str, int]:
     return {**sizes, **c.recipe.pipeline.sizes}
 
 
-def _costs(row: StageRow) -> StageCosts:
+def _costs(row: StageRow, in_flight: int) -> StageCosts:
     return StageCosts(
         nodes=row.nodes,
         flops=row.flops,
         forward_seconds=row.forward_seconds,
-        backward_seconds=row.backward_seconds,
+        backward_input_seconds=max(row.backward_seconds - row.backward_weight_seconds, 0.0),
+        backward_weight_seconds=row.backward_weight_seconds,
         sends=dict(row.sends),
+        send_seconds={to: size / LINK_BANDWIDTH for to, size in row.sends.items()},
         parameter_bytes=row.memory.parameters,
         gradient_bytes=row.memory.gradients,
         state_bytes=row.memory.state,
         stash_bytes=row.memory.stash,
+        in_flight=in_flight,
         boundary_bytes=row.memory.boundary,
     )
 
@@ -126,13 +142,14 @@ class SplitPhases(Pass):
         pipeline = c.recipe.pipeline
         if not pipeline.divided:
             return
+        apart = any(action.kind == "I" for row in _schedule(c).actions for action in row)
         for phases in c.stages:
             if "train" not in phases:
                 continue
             _accumulate(phases["train"].graph)
             if pipeline.stages > 1:
                 train = phases.pop("train")
-                _split(phases, train, apart=pipeline.schedule == "zb-h1")
+                _split(phases, train, apart=apart)
 
 
 def _accumulate(graph: ir.Graph) -> None:

@@ -47,7 +47,7 @@ class Node:
 
     ``keeps`` are the values that its backward reads, ``extra`` the bytes that it keeps beside them. A ``replicable`` node
     depends on nothing but data inputs, constants and other such nodes. A ``last`` node belongs to the last stage, and so does
-    everything that reads it. Times are in seconds, for one micro-batch.
+    everything that reads it. Times are in seconds, for one micro-batch; ``backward_weight`` is a part of ``backward``.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Node:
     extra: int = 0
     forward: float = 0.0
     backward: float = 0.0
+    backward_weight: float = 0.0
     flops: float = 0.0
     replicable: bool = False
     last: bool = False
@@ -171,6 +172,7 @@ class StageRow:
     flops: float
     forward_seconds: float
     backward_seconds: float
+    backward_weight_seconds: float
     link_seconds: float
     sends: Mapping[int, int]
     returns: Mapping[int, int]
@@ -236,6 +238,7 @@ def _stage_row(
         flops=sum(node.flops for node in nodes),
         forward_seconds=sum(node.forward for node in nodes),
         backward_seconds=sum(node.backward for node in nodes),
+        backward_weight_seconds=sum(node.backward_weight for node in nodes),
         link_seconds=boundary / machine.link,
         sends=dict(sorted(sends.items())),
         returns=dict(sorted(returns.items())),

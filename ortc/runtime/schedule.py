@@ -22,6 +22,8 @@ from ortc.errors import RecipeError
 Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 Edges = AbstractSet[tuple[int, int]]
 
+OWN = "of your own"  # what errors and tables call a person's own schedule
+
 _NEIGHBOUR: Mapping[str, int] = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1}
 _ACTION = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)(?:([<>])(\d+))?")
 
@@ -161,8 +163,19 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
 }
 
 
+def is_text(schedule: str) -> bool:
+    """Whether this is the text of a schedule, not the name of one: a text has several words."""
+    return len(schedule.split()) > 1
+
+
 def make_schedule(name: str, stages: int, micro_batches: int, ranks: int | None = None) -> Schedule:
-    """The schedule of a name in `SCHEDULES`, by default with a rank per stage; ``interleaved`` can do with fewer."""
+    """The schedule of a name in `SCHEDULES`, by default with a rank per stage; ``interleaved`` can do with fewer.
+
+    Or of a person's own text (`parse_schedule`): it may have more micro-batches, which are left out, and it is not looked
+    at here whether its ranks come to wait for each other, for that takes the edges (`check`).
+    """
+    if is_text(name):
+        return _own_schedule(name, stages, micro_batches, stages if ranks is None else ranks)
     if name not in SCHEDULES:
         raise RecipeError(f"there is no schedule {name!r}: take one of {', '.join(SCHEDULES)}, or a file of your own")
     if name == "interleaved":
@@ -172,6 +185,36 @@ def make_schedule(name: str, stages: int, micro_batches: int, ranks: int | None 
             f"{name} puts one stage on each rank, so {stages} stages need {stages} ranks, not {ranks}; or take interleaved"
         )
     return SCHEDULES[name](stages, micro_batches)
+
+
+def _own_schedule(text: str, stages: int, micro_batches: int, ranks: int) -> Schedule:
+    """Leaving out whole micro-batches takes waits away and adds none."""
+    _positive(micro_batches=micro_batches)
+    schedule = parse_schedule(text, stages, frozenset(), name=OWN)
+    if schedule.ranks != ranks:
+        raise RecipeError(
+            f"schedule {schedule.name}: it has lines for {schedule.ranks} ranks, where there are {ranks} (--ranks)"
+        )
+    if micro_batches > schedule.micro_batches:
+        raise RecipeError(
+            f"schedule {schedule.name}: it has {schedule.micro_batches} micro-batches, where there are {micro_batches} "
+            "(--micro-batches)"
+        )
+    rows = tuple(tuple(a for a in row if a.micro_batch < micro_batches) for row in schedule.actions)
+    return replace(schedule, micro_batches=micro_batches, actions=rows)
+
+
+def size_of(text: str) -> dict[str, int]:
+    """The numbers of ``stages``, ``ranks`` and ``micro_batches`` that the text of a schedule names."""
+    lines = _lines(text)
+    actions = [parse_action(word) for words in lines for word in words]
+    if not actions:
+        raise RecipeError("the schedule has no action: write a line for each rank, like 0F0 0F1 0B0 0B1")
+    return {
+        "stages": 1 + max(a.stage for a in actions),
+        "ranks": len(lines),
+        "micro_batches": 1 + max(a.micro_batch for a in actions),
+    }
 
 
 def neighbours(stages: int) -> frozenset[tuple[int, int]]:
@@ -333,9 +376,8 @@ def parse_schedule(text: str, stages: int, edges: Edges | None = None, name: str
         edges: as in `check`.
         name: what errors call it, such as the file's name.
     """
-    lines = [words for line in text.splitlines() if (words := line.split("#")[0].replace(",", " ").split())]
     rows = []
-    for rank, words in enumerate(lines):
+    for rank, words in enumerate(_lines(text)):
         try:
             rows.append(tuple(parse_action(word) for word in words))
         except RecipeError as e:
@@ -353,6 +395,11 @@ def parse_schedule(text: str, stages: int, edges: Edges | None = None, name: str
     schedule = Schedule(name, stages, len(rows), micro_batches, tuple(rows), tuple(homes[s] for s in range(stages)))
     check(schedule, edges)
     return schedule
+
+
+def _lines(text: str) -> list[list[str]]:
+    """The words of each rank."""
+    return [words for line in text.splitlines() if (words := line.split("#")[0].replace(",", " ").split())]
 
 
 def _positive(**counts: int) -> None:

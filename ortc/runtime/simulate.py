@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ortc.errors import PlanError
+from ortc.plan import Plan
 from ortc.runtime.schedule import Action, Edges, Schedule, ends, execution_order
 
 
@@ -58,13 +60,35 @@ def equal_costs(stages: int, forward: float = 1.0, backward_input: float = 1.0, 
     return Costs((forward,) * stages, (backward_input,) * stages, (backward_weight,) * stages, {}, zeros, zeros, zeros)
 
 
+def plan_costs(plan: Plan) -> Costs:
+    """What the compiler predicted of the stages. From ``I`` to ``W`` the runtime keeps the whole stash.
+
+    Raises:
+        PlanError: nothing was predicted, as there is one stage.
+    """
+    costs = [stage.costs for stage in plan.stages if stage.costs is not None]
+    if len(costs) < len(plan.stages):
+        raise PlanError("the folder has one stage, and so there is nothing to simulate: compile with --stages N")
+    stash = [c.stash_bytes // max(c.in_flight, 1) for c in costs]
+    return Costs(
+        forward=[c.forward_seconds for c in costs],
+        backward_input=[c.backward_input_seconds for c in costs],
+        backward_weight=[c.backward_weight_seconds for c in costs],
+        transfer={(s.index, to): t for s, c in zip(plan.stages, costs, strict=True) for to, t in c.send_seconds.items()},
+        stash_bytes=stash,
+        weight_stash_bytes=stash,
+        static_bytes=[c.memory_bytes - c.stash_bytes for c in costs],
+    )
+
+
 class Timed(NamedTuple):
-    """An action of a rank, from start to end in seconds."""
+    """An action of a rank, from start to end in seconds, and the bytes that it sent."""
 
     rank: int
     action: Action
     start: float
     end: float
+    sent: int = 0
 
 
 @dataclass(frozen=True)
@@ -142,7 +166,7 @@ def grid(schedule: Schedule, costs: Costs, edges: Edges | None = None) -> str:
     shortest = min(t.end - t.start for t in simulation.timed if t.end - t.start >= longest / 4)
     scale = (1 + max(map(len, labels.values()))) / shortest
     rows = [["."] * _column(simulation.end, scale) for _ in range(schedule.ranks)]
-    for rank, action, start, end in simulation.timed:
+    for rank, action, start, end, _ in simulation.timed:
         first, last = _column(start, scale), _column(end, scale)
         if first < last:
             rows[rank][first:last] = f"{labels[action][: last - first - 1]:-<{last - first - 1}} "
@@ -183,9 +207,9 @@ def chrome_trace(
         {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0.0, "args": {"name": name}} for kind, tid, name in names
     ]
     events: list[dict[str, Any]] = []
-    for rank, action, start, end in timed:
+    for rank, action, start, end, sent in timed:
         category, color = _CATEGORY[action.kind]
-        shown = {"stage": action.stage, "micro_batch": action.micro_batch}
+        shown = {"stage": action.stage, "micro_batch": action.micro_batch, **({"bytes": sent} if sent else {})}
         event = {"ph": "X", "name": str(action), "cat": category, "cname": color, "pid": pid, "tid": rank}
         events.append({**event, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": shown})
     for maker, taker in _handovers(timed, edges):

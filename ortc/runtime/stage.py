@@ -307,6 +307,11 @@ class Stage:
             self._kept.pop(part.index, None)
         return leaving
 
+    def kept_bytes(self, micro_batch: int) -> int:
+        """Bytes that are held for the backward of a micro-batch."""
+        kept = self._kept.get(micro_batch, {}).values()
+        return sum((v if isinstance(v, np.ndarray) else view(v)).nbytes for v in kept)
+
     def update(self, *, lr: float, step: int, gradient_scale: float = 1.0) -> None:
         """The optimizer's step from ``gradients``, in place, then the new buffers."""
         if "optimizer" in self.stage.phases:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from ortc.runtime.batch import key
 from ortc.runtime.schedule import Action, Schedule, make_schedule, with_transfers
 from ortc.runtime.stage import Feed, Part, Stage, peer, square_norm, view
 from ortc.runtime.transport import Request, Transport
+
+if TYPE_CHECKING:
+    from ortc.runtime.profile import Recorder
 
 # Phases of the backward by the action that runs them; a full backward runs both parts where the stage has them apart.
 _BACKWARD = {"B": ("backward", "backward_input", "backward_weight"), "I": ("backward_input",), "W": ("backward_weight",)}
@@ -61,6 +64,11 @@ class Routes:
                     holders[name].append(stage.index)
         self.tied = {name: stages for name, stages in holders.items() if len(stages) > 1}
 
+    @property
+    def edges(self) -> set[tuple[int, int]]:
+        """The pairs of stages between which something travels in training, the earlier first."""
+        return {*self.forward, *((t, s) for s, t in self.backward)}
+
 
 class Worker:
     """One rank of a job of ``replicas`` pipelines.
@@ -74,6 +82,7 @@ class Worker:
     Attributes:
         stages: the stages that this rank holds, by index.
         replica: which pipeline this rank is part of.
+        recorder: records each step, if there is one.
     """
 
     def __init__(self, folder: Path, plan: Plan, world: Transport, threads: int | None) -> None:
@@ -93,6 +102,7 @@ class Worker:
         self.rank_of = schedule_of(plan, 1).stage_rank
         self.routes = Routes(plan)
         self.stages = {s.index: Stage(folder, plan, s, threads) for s in plan.stages if self.rank_of[s.index] == self.rank}
+        self.recorder: Recorder | None = None
         self._rows: dict[int, tuple[Action, ...]] = {}
         self._inbox: dict[tuple[str, int, int, str, int], Feed] = {}
         self._outbox: dict[tuple[str, int, int, int], list[Any]] = {}
@@ -119,8 +129,9 @@ class Worker:
         """
         for stage in self.stages.values():
             stage.begin()
+        act = self.act if self.recorder is None else self.recorder.begin(self)
         for action in self._actions(len(parts)):
-            self._act(action, parts[action.micro_batch], seed, step)
+            act(action, parts[action.micro_batch], seed, step)
         self._wait()
         self._reduce()
         loss = np.array([sum(stage.loss for stage in self.stages.values())], np.float64)
@@ -133,6 +144,8 @@ class Worker:
         """The optimizer's step on every stage."""
         for stage in self.stages.values():
             stage.update(lr=lr, step=step, gradient_scale=gradient_scale)
+        if self.recorder is not None:
+            self.recorder.end(self)
 
     def evaluate(self, part: Part) -> tuple[float, dict[str, np.ndarray]]:
         """The loss of a batch in inference form, and the model's outputs that this rank makes."""
@@ -182,12 +195,12 @@ class Worker:
 
     def _actions(self, micro_batches: int) -> tuple[Action, ...]:
         if micro_batches not in self._rows:
-            edges = {*self.routes.forward, *((t, s) for s, t in self.routes.backward)}
             schedule = schedule_of(self.plan, micro_batches)
-            self._rows[micro_batches] = with_transfers(schedule, edges)[self.rank] if micro_batches else ()
+            self._rows[micro_batches] = with_transfers(schedule, self.routes.edges)[self.rank] if micro_batches else ()
         return self._rows[micro_batches]
 
-    def _act(self, action: Action, part: Part, seed: int, step: int) -> None:
+    def act(self, action: Action, part: Part, seed: int, step: int) -> None:
+        """Do one action of the schedule, on its micro-batch."""
         stage, kind, m = action.stage, action.kind, action.micro_batch
         if kind == "RECV_F":
             assert action.peer is not None

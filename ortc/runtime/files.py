@@ -1,0 +1,27 @@
+"""Text files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ortc.errors import OrtcError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write or replace a file; when this returns, it survives a crash.
+
+    Raises:
+        OrtcError: if it cannot be written; then what was there before still is.
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(aside, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError as error:
+        raise OrtcError(f"cannot write {path}: {error.strerror}") from None
+    finally:
+        aside.unlink(missing_ok=True)

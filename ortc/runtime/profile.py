@@ -1,0 +1,103 @@
+"""What a step took on every rank, measured, beside what was predicted."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ortc.plan import Plan
+from ortc.runtime.schedule import Action, parse_action
+from ortc.runtime.simulate import Timed, chrome_trace, plan_costs, simulate
+from ortc.runtime.stage import Part
+from ortc.runtime.worker import Routes, Worker, ranks_of, schedule_of
+
+_COMPUTE = "FBIW"
+
+
+class Recorder:
+    """Records the latest step of a rank, from the moment at which all ranks begin it."""
+
+    def __init__(self) -> None:
+        self._actions: list[tuple[Action, float, float, int]] = []
+        self._peak = self._before = self._sent = 0
+
+    def begin(self, worker: Worker) -> Callable[[Action, Part, int, int], None]:
+        """Wait for all ranks, start the clock, and give what does the worker's actions and records them."""
+        counters = worker.world.counters
+        held: dict[tuple[int, int], int] = {}
+        self._actions, self._peak = [], 0
+        worker.world.barrier()
+        self._before, zero = counters.sent, time.perf_counter()
+
+        def act(action: Action, part: Part, seed: int, step: int) -> None:
+            sent, start = counters.sent, time.perf_counter()
+            worker.act(action, part, seed, step)
+            end = time.perf_counter()
+            self._actions.append((action, start - zero, end - zero, counters.sent - sent))
+            if action.kind in _COMPUTE:
+                held[action.stage, action.micro_batch] = worker.stages[action.stage].kept_bytes(part.index)
+                self._peak = max(self._peak, sum(held.values()))
+
+        return act
+
+    def end(self, worker: Worker) -> None:
+        """The step is over, its optimizer too."""
+        self._sent = worker.world.counters.sent - self._before
+
+    def told(self) -> dict[str, Any]:
+        """The record as JSON data."""
+        return {
+            "actions": [(str(action), start, end, sent) for action, start, end, sent in self._actions],
+            "peak_stash_bytes": self._peak,
+            "sent_bytes": self._sent,
+        }
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One step.
+
+    Attributes:
+        measured: for each replica the actions of its ranks, transfers too; seconds since all ranks began.
+        predicted: the same of one replica, compute actions only; nothing where the plan has no predictions.
+        ranks: of each rank its number, ``bubble`` (the part of the time until the last rank of its replica is done in which
+            it computes nothing), ``peak_stash_bytes`` (kept for backwards at once) and ``sent_bytes``.
+    """
+
+    measured: list[list[Timed]]
+    predicted: list[Timed]
+    ranks: list[dict[str, Any]]
+
+    def trace(self, plan: Plan) -> str:
+        """Both as JSON text for Perfetto or chrome://tracing."""
+        edges = Routes(plan).edges
+        names = ["measured", *(f"measured, replica {r}" for r in range(1, len(self.measured)))]
+        processes = [("predicted", self.predicted)] if self.predicted else []
+        processes += zip(names, self.measured, strict=True)
+        traces = [chrome_trace(timed, edges, name, pid) for pid, (name, timed) in enumerate(processes)]
+        return json.dumps({**traces[0], "traceEvents": [event for trace in traces for event in trace["traceEvents"]]}) + "\n"
+
+
+def make_profile(plan: Plan, told: Sequence[dict[str, Any]]) -> Profile:
+    """From what the recorders of all ranks told, in rank order."""
+    size = ranks_of(plan)
+    measured, ranks = [], []
+    for first in range(0, len(told), size):
+        rows = [
+            [Timed(rank, parse_action(text), start, end, sent) for text, start, end, sent in one["actions"]]
+            for rank, one in enumerate(told[first : first + size])
+        ]
+        measured.append([t for row in rows for t in row])
+        last = max((t.end for t in measured[-1] if t.action.kind in _COMPUTE), default=0.0)
+        for rank, row in enumerate(rows, first):
+            busy = sum(t.end - t.start for t in row if t.action.kind in _COMPUTE)
+            rest = {key: told[rank][key] for key in ("peak_stash_bytes", "sent_bytes")}
+            ranks.append({"rank": rank, "bubble": round(1 - busy / last, 4) if last else 0.0, **rest})
+    predicted: list[Timed] = []
+    if all(stage.costs for stage in plan.stages) and measured[0]:
+        micro_batches = 1 + max(t.action.micro_batch for t in measured[0])
+        predicted = list(simulate(schedule_of(plan, micro_batches), plan_costs(plan), Routes(plan).edges).timed)
+    return Profile(measured, predicted, ranks)
