@@ -134,6 +134,10 @@ def run(
     drop_last: Annotated[bool, typer.Option("--drop-last", help="drop an epoch's last partial batch")] = False,
     threads: Threads = None,
     metrics: Annotated[Path | None, typer.Option(help="JSON-lines file; default: DIR/metrics.jsonl")] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="write a Chrome/Perfetto trace of the last step, predicted and measured"),
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Train; continues where it stopped."""
@@ -142,7 +146,7 @@ def run(
     code = run_training(
         folder, data=data, batch_size=batch_size, steps=steps, epochs=epochs, eval_data=eval_data, eval_every=eval_every,
         save_every=save_every, keep=keep, restore=restore, lr=lr, schedule=schedule, warmup=warmup, seed=seed,
-        drop_last=drop_last, threads=threads, metrics=metrics, quiet=quiet,
+        drop_last=drop_last, threads=threads, metrics=metrics, profile=profile, quiet=quiet,
     )  # fmt: skip
     raise typer.Exit(code)
 
@@ -209,14 +213,67 @@ def inspect(
     freeze: Freeze = None,
     batch_norm: BatchNorm = None,
     rules: Rules = None,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="of a folder: write the predicted step as a Chrome/Perfetto trace")
+    ] = None,
+    schedule: Annotated[
+        Path | None, typer.Option(metavar="FILE.txt", help="of a folder: write its schedule as text, to edit")
+    ] = None,
 ) -> None:
-    """List every weight with its fate and the reason, and the graphs of an output folder."""
+    """List every weight with its fate and the reason; of an output folder its graphs, stages and schedule too."""
     from ortc.inspection import inspect_folder, inspect_model
 
     if path.is_dir():
-        inspect_folder(path)
+        inspect_folder(path, timeline, schedule)
+    elif timeline or schedule:
+        raise RecipeError(f"--timeline and --schedule are of an output folder of `ortc compile`, which {path} is not")
     else:
         inspect_model(path, build_recipe(recipe, loss=loss, train=train, freeze=freeze, batch_norm=batch_norm), rules or ())
+
+
+@app.command()
+def simulate(
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="an output folder; without: equal stages, as the flags say")
+    ] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="how many equal stages")] = None,
+    micro_batches: Annotated[int | None, typer.Option(min=1, help="parts of a batch; default: the folder's")] = None,
+    pipeline: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pipeline", "--schedule", metavar="NAME|FILE",
+            help="gpipe, 1f1b, interleaved, zb-h1, or a file with your own; repeat to compare; default: the folder's, or all",
+        ),
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="pipeline ranks; default: one a stage")] = None,
+    forward: Annotated[float | None, typer.Option(min=0, help="time of a stage's forward, in any unit; default: 1")] = None,
+    backward: Annotated[float | None, typer.Option(min=0, help="time of its backward; default: 2")] = None,
+    weight: Annotated[
+        float | None, typer.Option(min=0, help="the part of the backward for the weights' gradients; default: half")
+    ] = None,
+    transfer: Annotated[float | None, typer.Option(min=0, help="time from rank to rank; default: 0")] = None,
+    stash: Annotated[
+        str | None, typer.Option(metavar="100MB", help="bytes that a stage keeps of a micro-batch until its backward")
+    ] = None,
+    static: Annotated[
+        str | None, typer.Option(metavar="4GiB", help="bytes of a stage's parameters, gradients and optimizer states")
+    ] = None,
+) -> None:  # fmt: skip
+    """Predict time, bubble and memory of a step, for worlds of any size."""
+    from ortc.forecast import Pipeline, equal_cases, folder_cases, report
+
+    asked = [Pipeline(name, *read_pipeline(name)) for name in pipeline or ()]
+    times = {"forward": forward, "backward": backward, "weight": weight, "transfer": transfer}
+    sizes = {"stash": stash, "static": static}
+    given = {k: v for k, v in times.items() if v is not None} | {k: parse_bytes(v) for k, v in sizes.items() if v is not None}
+    if folder is None:
+        cases = equal_cases(stages, micro_batches, asked, ranks, **given)
+    elif given or stages is not None:
+        flag = next(iter(given), "stages")
+        raise RecipeError(f"--{flag} is for a simulation without a folder: {folder} says it itself")
+    else:
+        cases = folder_cases(folder, asked, micro_batches, ranks)
+    print(report(cases, in_seconds=folder is not None))
 
 
 @app.command()
@@ -328,9 +385,12 @@ def parse_bytes(text: str) -> int:
     number = text.rstrip("BbGgiIKkMm ")
     unit = text[len(number) :].strip().upper()
     try:
-        return int(float(number) * _UNITS[unit])
-    except (ValueError, KeyError):
-        raise RecipeError(f"{text!r} is no size: write it like 4GiB, 500MB or 1000000") from None
+        count = int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        count = -1
+    if count < 0:
+        raise RecipeError(f"{text!r} is no size: write it like 4GiB, 500MB or 1000000")
+    return count
 
 
 def parse_loss(text: str) -> dict[str, Any]:
@@ -387,7 +447,7 @@ def describe_plan(plan: Plan, output: Path) -> str:
     pipeline = plan.recipe.pipeline
     if pipeline.divided:
         ranks = (pipeline.ranks or pipeline.stages) * pipeline.replicas
-        how = f"{pipeline.stages} stages, {schedule_name(plan)}, " if pipeline.stages > 1 else ""
+        how = f"{pipeline.stages} stages, schedule {schedule_name(plan)}, " if pipeline.stages > 1 else ""
         lines.append(
             f"  pipeline    {how}{pipeline.parts} micro-batches, {ranks} ranks (--stages, --micro-batches, --pipeline)"
         )

@@ -81,7 +81,7 @@ def _print_pipeline(plan: Plan, timeline: Path | None, schedule_file: Path | Non
     schedule, costs = schedule_of(plan, plan.recipe.pipeline.parts), plan_costs(plan)
     step = simulate(schedule, costs, edges)
     print("stages", *stage_lines(plan), sep="\n")
-    print(f"schedule {schedule.name}: {1e3 * step.end:.4g} ms, bubble {step.bubble:.1%} (`ortc simulate` compares others)")
+    print(f"schedule {schedule.name}: {format_seconds(step.end)}, bubble {step.bubble:.1%} (`ortc simulate` compares others)")
     print(grid(schedule, costs, edges), end="")
     if timeline is not None:
         write_text(timeline, json.dumps(chrome_trace(step.timed, edges)) + "\n")
@@ -128,6 +128,11 @@ def format_bytes(count: float) -> str:
             break
         count /= 1024
     return f"{count:.3g} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """``1.5 s`` or ``20 ms``"""
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
 
 
 def list_operators(model: Path | None, rules: Sequence[Path] = ()) -> None:

@@ -18,10 +18,11 @@ from ortc.plan import load_plan
 from ortc.recipe import LearningRate, Recipe, parse_recipe
 from ortc.runtime.batch import Batch
 from ortc.runtime.data import Arrays, Data, open_data
+from ortc.runtime.files import write_text
 from ortc.runtime.lr import learning_rate
 from ortc.runtime.messages import tell
 from ortc.runtime.metrics import MetricsFile
-from ortc.runtime.progress import show_progress
+from ortc.runtime.progress import Progress, show_progress
 from ortc.runtime.trainer import StepResult, Trainer
 
 INTERRUPTED = 128  # plus the signal's number is the exit code, as a shell has it
@@ -46,6 +47,7 @@ def run(
     drop_last: bool = False,
     threads: int | None = None,
     metrics: str | Path | None = None,
+    profile: str | Path | None = None,
     quiet: bool = False,
 ) -> int:
     """Train until ``steps`` or ``epochs`` are done (counted from the beginning, not from where it continues).
@@ -64,6 +66,7 @@ def run(
         seed: of data order and dropout; default: the restored checkpoint's, else the recipe's.
         drop_last: leave out an epoch's last batch if it is smaller.
         metrics: the JSON-lines file; default ``metrics.jsonl`` in the folder.
+        profile: where a trace of the last step goes, predicted and measured; the metrics end with what each rank did in it.
         quiet: print errors only.
 
     Returns:
@@ -73,6 +76,8 @@ def run(
         OrtcError: for anything wrong with folder, data, checkpoint or numbers.
     """
     folder = Path(folder)
+    if profile is not None and not Path(profile).parent.is_dir():
+        raise DataError(f"cannot write {profile}: there is no folder {Path(profile).parent}")
     rate = _learning_rate(load_plan(folder).recipe, lr, schedule, warmup)
     if seed is not None:
         parse_recipe({"seed": seed}, "options")
@@ -90,9 +95,13 @@ def run(
             steps=steps,
             eval_every=eval_every,
             save_every=save_every,
+            profile=None if profile is None else Path(profile),
         )
+        quiet = quiet or not trainer.is_main
+        if not quiet and trainer.ranks > 1:
+            print(trainer.describe_ranks())
         path = Path(metrics) if metrics is not None else folder / "metrics.jsonl"
-        return loop.run(path, quiet or not trainer.is_main)
+        return loop.run(path, quiet)
 
 
 def _learning_rate(recipe: Recipe, lr: float | None, schedule: str | None, warmup: int | None) -> LearningRate:
@@ -113,6 +122,7 @@ class _Loop:
     steps: int | None
     eval_every: int | None
     save_every: int | None
+    profile: Path | None
 
     def run(self, metrics_path: Path, quiet: bool) -> int:
         trainer = self.trainer
@@ -122,6 +132,8 @@ class _Loop:
             if not quiet:
                 print(f"nothing to do: step {trainer.step_number} was the last; give more --steps or --epochs to go on")
             return 0
+        if self.profile is not None:
+            trainer.record()
         metrics = MetricsFile(metrics_path if trainer.is_main else None, trainer.step_number)
         with (
             contextlib.closing(metrics),
@@ -155,7 +167,19 @@ class _Loop:
                 began = time.perf_counter()
             else:
                 raise DataError(f"the data yields no batch in epoch {position[0] + 1}")
+            if self.profile is not None:
+                self._write_profile(self.profile, metrics, show)
         return INTERRUPTED + caught[0] if caught else 0
+
+    def _write_profile(self, path: Path, metrics: MetricsFile, show: Progress) -> None:
+        """The trace of the last step, and in the metrics what each rank did in it."""
+        step = self.trainer.recorded()
+        if step is None:
+            return
+        write_text(path, step.trace(self.trainer.plan))
+        metrics.write(step=self.trainer.step_number, ranks=step.ranks, time=time.time())
+        idle = sum(rank["bubble"] for rank in step.ranks) / len(step.ranks)
+        show.line(f"step {self.trainer.step_number}: the ranks idle {idle:.1%}; {path}: open it in ui.perfetto.dev")
 
     def _check_batch_size(self) -> None:
         fixed = self.trainer.inputs.fixed_batch_size()

@@ -29,6 +29,8 @@ class Team:
     Attributes:
         workers: the ranks of this process.
         main: whether rank 0 is among them: it prints, and writes what there is one of.
+        size: ranks of the whole job.
+        threads: of each session; None for all cores.
     """
 
     def __init__(self, folder: Path, plan: Plan, threads: int | None) -> None:
@@ -43,6 +45,7 @@ class Team:
             handshake(worlds[0], {"ortc": __version__, "plan": plan.identity(), "folder of": plan.model})
         if threads is None and self.size > 1:
             threads = max((os.cpu_count() or 1) // self.size, 1)
+        self.threads = threads
         self._pool = ThreadPoolExecutor(len(worlds)) if len(worlds) > 1 else None
         try:
             self.workers = self._run(worlds, lambda world: Worker(folder, plan, world, threads))
@@ -78,6 +81,15 @@ class Team:
         if errors:
             raise next((e for e in errors if not isinstance(e, RankFailed)), errors[0])
         return [f.result() for f in futures]
+
+    def describe(self) -> str:
+        """The ranks in a line."""
+        where = "processes under MPI" if self._mpi else "threads of this process"
+        stages, replicas = len(self.workers[0].plan.stages), self.workers[0].replicas
+        what = f"{stages} stage{'s' if stages > 1 else ''}" + (f" × {replicas} replicas" if replicas > 1 else "")
+        return (
+            f"{self.size} ranks ({what}) as {where}, sessions with {self.threads} thread{'s' if self.threads != 1 else ''} each"
+        )
 
     def agree(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""

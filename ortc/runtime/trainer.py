@@ -22,6 +22,7 @@ from ortc.runtime.export import export_model, exported_loss
 from ortc.runtime.lock import lock_folder
 from ortc.runtime.lr import learning_rate
 from ortc.runtime.parts import parts_of
+from ortc.runtime.profile import Profile, Recorder, make_profile
 from ortc.runtime.stage import Part, import_onnxruntime
 from ortc.runtime.team import Team
 
@@ -140,6 +141,25 @@ class Trainer:
     def agree(self, flag: bool) -> bool:
         """Whether the flag is set in any process of the job."""
         return self._team.agree(flag)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the whole job."""
+        return self._team.size
+
+    def describe_ranks(self) -> str:
+        """How many ranks there are, where they run, and with how many threads."""
+        return self._team.describe()
+
+    def record(self) -> None:
+        """From now on time every action of each step; every process of the job calls it."""
+        for worker in self._team.workers:
+            worker.recorder = Recorder()
+
+    def recorded(self) -> Profile | None:
+        """What all ranks recorded of the last step, on the main process; every process calls it, after :meth:`record`."""
+        told = self._team.each(lambda w: w.world.gather_object(w.recorder.told() if w.recorder is not None else None))[0]
+        return make_profile(self.plan, told) if told is not None else None
 
     @property
     def parameters(self) -> dict[str, np.ndarray]:
