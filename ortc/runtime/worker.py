@@ -194,9 +194,11 @@ class Worker:
     # Actions
 
     def _actions(self, micro_batches: int) -> tuple[Action, ...]:
+        if not micro_batches:
+            return ()
         if micro_batches not in self._rows:
             schedule = schedule_of(self.plan, micro_batches)
-            self._rows[micro_batches] = with_transfers(schedule, self.routes.edges)[self.rank] if micro_batches else ()
+            self._rows[micro_batches] = with_transfers(schedule, self.routes.edges)[self.rank]
         return self._rows[micro_batches]
 
     def act(self, action: Action, part: Part, seed: int, step: int) -> None:
@@ -240,7 +242,8 @@ class Worker:
                 if source == stage:
                     self._give("B", stage, to, m, {n: leaving[n, to] for n in names})
 
-    # Values between stages: a message carries one; both ends know their names and order from the plan
+    # Values between stages: a message carries one; both ends know their names and order from the plan. Those of a pair of
+    # stages stay in order, and have a tag of their own: a rank with several stages may want another pair's first.
 
     def _give(self, kind: str, stage: int, to: int, micro_batch: int, values: Mapping[str, Any]) -> None:
         """Hand values over within the rank, or lay them ready for the schedule's SEND."""
@@ -252,11 +255,15 @@ class Worker:
     def _send(self, kind: str, stage: int, to: int, micro_batch: int) -> None:
         for value in self._outbox.pop((kind, stage, to, micro_batch), []):
             array = view(value)
-            self._sending.append((self.pipe.send(array, self.rank_of[to], 0), array))
+            self._sending.append((self.pipe.send(array, self.rank_of[to], self._tag(stage, to)), array))
 
     def _receive(self, kind: str, source: int, stage: int, micro_batch: int, names: Sequence[str]) -> None:
         for name in names:
-            self._inbox[kind, stage, micro_batch, name, source] = self.pipe.receive(self.rank_of[source], 0)
+            array = self.pipe.receive(self.rank_of[source], self._tag(source, stage))
+            self._inbox[kind, stage, micro_batch, name, source] = array
+
+    def _tag(self, source: int, to: int) -> int:
+        return source * len(self.plan.stages) + to
 
     def _take(self, kind: str, source: int, stage: int, micro_batch: int, names: Sequence[str]) -> dict[str, Feed]:
         if names and (kind, stage, micro_batch, names[0], source) not in self._inbox:
