@@ -210,7 +210,7 @@ class Stage:
         values: parameters and buffers by the model's names.
         states: optimizer states by (parameter, slot).
         gradients: by parameter, of the micro-batches since :meth:`begin`.
-        input_gradients: of data inputs, by name, one array per micro-batch.
+        input_gradients: of data inputs, by name and micro-batch.
         loss: summed over the micro-batches; 0 but on the last stage.
         buffers: the buffers as the micro-batches have changed them; :meth:`update` makes them the values.
     """
@@ -223,7 +223,7 @@ class Stage:
         state_ports = [p for p in optimizer.inputs if p.role == "state"] if optimizer else []
         self.states: dict[StateKey, np.ndarray] = {_state_key(p): _zeros(p) for p in state_ports}
         self.gradients: dict[str, np.ndarray] = {}
-        self.input_gradients: dict[str, list[np.ndarray]] = {}
+        self.input_gradients: dict[str, dict[int, np.ndarray]] = {}
         self.loss = 0.0
         forward = stage.phases.get("train") or stage.phases.get("forward")
         changed = [key(p) for p in forward.outputs if p.role == "buffer"] if forward else []
@@ -270,7 +270,7 @@ class Stage:
         leaving: dict[str, Any] = {}
         for port, value in made:
             if port.role == "gradient":
-                self.input_gradients.setdefault(key(port), []).append(value.numpy())
+                self.input_gradients.setdefault(key(port), {})[part.index] = value.numpy()
             if port.role == "boundary":
                 leaving[key(port)] = value
             if key(port) in self._keep:
@@ -300,7 +300,7 @@ class Stage:
                 if port.role == "boundary_gradient":
                     leaving[key(port), peer(port)] = made
                 elif port.role == "gradient":
-                    self.input_gradients.setdefault(key(port), []).append(made.numpy())
+                    self.input_gradients.setdefault(key(port), {})[part.index] = made.numpy()
                 if port.name in self._keep:
                     kept[port.name] = made
         if last:

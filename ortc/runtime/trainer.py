@@ -242,14 +242,16 @@ class Trainer:
         Raises:
             DataError: the batch does not fit.
         """
-        loss, _ = self._train(self._parts(batch), self.step_number + 1)
+        parts = self._parts(batch)
+        loss, _ = self._train(parts, self.step_number + 1)
         gradients = {name: g.copy() for name, g in self._gradients().items()}
-        made: dict[str, list[np.ndarray]] = {}
-        for worker in self._team.workers:
-            for stage in worker.stages.values():
-                for name, arrays in stage.input_gradients.items():
-                    made.setdefault(name, []).extend(arrays)
-        of_inputs = {name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for name, arrays in made.items()}
+        stages = [stage for worker in self._team.workers for stage in worker.stages.values()]
+        of_inputs = {}
+        for name in dict.fromkeys(name for stage in stages for name in stage.input_gradients):
+            read = [stage.input_gradients[name] for stage in stages if name in stage.input_gradients]
+            each = [sum(arrays[part.index] for arrays in read if part.index in arrays) for part in parts]
+            divided = sum(len(part.batch[name]) for part in parts) == len(batch[name])
+            of_inputs[name] = np.concatenate(each) if divided else sum(each)
         copies = {copy: gradients[p.name].T for p in self.plan.trainable() for copy in p.copies}
         return loss, {**gradients, **copies, **of_inputs}
 
