@@ -185,13 +185,13 @@ class _Loop:
         fixed = self.trainer.inputs.fixed_batch_size()
         if fixed is None or not isinstance(self.data, Arrays):
             return
-        if fixed != self.batch_size:
-            raise DataError(f"the model takes batches of {fixed} samples only: use --batch-size {fixed}")
-        if self.data.samples % fixed and not self.drop_last:
-            raise DataError(
-                f"the model takes batches of {fixed} samples only, and {self.data.samples} samples leave a smaller "
-                "one: use --drop-last"
-            )
+        parts = self.trainer.micro_batches
+        size = fixed * parts
+        takes = f"batches of {fixed} samples only" if parts == 1 else f"{parts} micro-batches of {fixed} samples in a step"
+        if size != self.batch_size:
+            raise DataError(f"the model takes {takes}: use --batch-size {size}")
+        if self.data.samples % size and not self.drop_last:
+            raise DataError(f"the model takes {takes}, and {self.data.samples} samples leave a smaller one: use --drop-last")
 
     def _last_step(self, position: tuple[int, int]) -> int | None:
         """The number of the last step, as far as it is known beforehand."""

@@ -138,6 +138,11 @@ class Trainer:
         """Whether this process prints and writes: it runs rank 0."""
         return self._team.main
 
+    @property
+    def micro_batches(self) -> int:
+        """Parts of a step's batch, over all replicas."""
+        return self.plan.recipe.pipeline.parts * self._team.workers[0].replicas
+
     def agree(self, flag: bool) -> bool:
         """Whether the flag is set in any process of the job."""
         return self._team.agree(flag)
@@ -187,9 +192,7 @@ class Trainer:
         return self._team.each(lambda w: w.train(shares[w.replica], seed=self.seed, step=step))[0]
 
     def _parts(self, batch: Mapping[str, np.ndarray]) -> list[Part]:
-        pipeline = self.plan.recipe.pipeline
-        count = pipeline.parts * self._team.workers[0].replicas
-        return parts_of(batch, count, self.inputs, self.plan.losses, pipeline.divided)
+        return parts_of(batch, self.micro_batches, self.inputs, self.plan.losses, self.plan.recipe.pipeline.divided)
 
     def _whole(self, batch: Mapping[str, np.ndarray]) -> Part:
         [part] = parts_of(batch, 1, self.inputs, self.plan.losses, self.plan.recipe.pipeline.divided)
