@@ -180,8 +180,8 @@ class Trainer:
         return {p.name: found[p.name] for p in self.plan.parameters if p.name in found}
 
     def _gradients(self) -> dict[str, np.ndarray]:
-        held = [stage.gradients for worker in self._team.workers for stage in worker.stages.values()]
-        found = {name: array for gradients in reversed(held) for name, array in gradients.items()}
+        stages = [stage for worker in self._team.workers for stage in worker.stages.values()]
+        found = {name: array for s in reversed(stages) for name, array in s.gradients.items() if name in s.own}
         return {p.name: found[p.name] for p in self.plan.parameters if p.name in found}
 
     def _train(self, parts: list[Part], step: int) -> tuple[float, float]:
@@ -209,7 +209,7 @@ class Trainer:
             DataError: the batch does not fit; nothing ran.
             NotFiniteError: the loss or a gradient is NaN or infinite; parameters, buffers and states are as before.
         """
-        if not any("optimizer" in stage.phases for stage in self.plan.stages):
+        if not any(phase.startswith("optimizer") for stage in self.plan.stages for phase in stage.phases):
             raise OrtcError(f"{self.folder} has no optimizer phase: none of the model's parameters trains")
         parts = self._parts(batch)
         number = self.step_number + 1
@@ -255,7 +255,7 @@ class Trainer:
             each = [sum(arrays[part.index] for arrays in read if part.index in arrays) for part in parts]
             divided = sum(len(part.batch[name]) for part in parts) == len(batch[name])
             of_inputs[name] = np.concatenate(each) if divided else sum(each)
-        copies = {copy: gradients[p.name].T for p in self.plan.trainable() for copy in p.copies}
+        copies = {copy: gradients[p.name].T for p in self.plan.trainable() for copy in p.copies if p.name in gradients}
         return loss, {**gradients, **copies, **of_inputs}
 
     def save(self, position: tuple[int, int] = (0, 0), settings: dict[str, Any] | None = None) -> Path:
