@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ortc.errors import DataError, NotFiniteError
+from ortc.errors import DataError, NotFiniteError, OrtcError
 from ortc.plan import load_plan
 from ortc.recipe import LearningRate, Recipe, parse_recipe
 from ortc.runtime.batch import Batch
@@ -76,8 +76,8 @@ def run(
         OrtcError: for anything wrong with folder, data, checkpoint or numbers.
     """
     folder = Path(folder)
-    if profile is not None and not Path(profile).parent.is_dir():
-        raise DataError(f"cannot write {profile}: there is no folder {Path(profile).parent}")
+    if profile is not None and (Path(profile).is_dir() or not Path(profile).parent.is_dir()):
+        raise OrtcError(f"cannot write {profile}: it is a folder, or in none that exists")
     rate = _learning_rate(load_plan(folder).recipe, lr, schedule, warmup)
     if seed is not None:
         parse_recipe({"seed": seed}, "options")
