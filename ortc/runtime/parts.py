@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from ortc.errors import DataError
 from ortc.plan import LossInfo
 from ortc.runtime.batch import Batch, BatchCheck
 from ortc.runtime.stage import Part
