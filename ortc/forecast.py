@@ -108,9 +108,15 @@ def equal_cases(
                 raise RecipeError(f"{parts} stages on {held} ranks do not divide: take a multiple (--stages, --ranks)")
             larger, parts = parts // held, held
         _check_size(parts, count)
-        row = [larger * t for t in (forward, backward - weight, weight)]
-        size, fixed = (larger * stash,) * parts, (larger * static,) * parts
-        costs = Costs(*((t,) * parts for t in row), lambda a, b: transfer, size, size, fixed)
+        costs = Costs(
+            forward=[larger * forward] * parts,
+            backward_input=[larger * (backward - weight)] * parts,
+            backward_weight=[larger * weight] * parts,
+            transfer=lambda a, b: transfer,
+            stash_bytes=[larger * stash] * parts,
+            weight_stash_bytes=[larger * stash] * parts,
+            static_bytes=[larger * static] * parts,
+        )
         cases.append(Case(_make(pipeline, parts, count, held), costs))
     return cases
 

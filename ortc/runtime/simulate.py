@@ -61,7 +61,7 @@ def equal_costs(stages: int, forward: float = 1.0, backward_input: float = 1.0, 
 
 
 def plan_costs(plan: Plan) -> Costs:
-    """What the compiler predicted of the stages. From ``I`` to ``W`` the runtime keeps the whole stash.
+    """What the compiler predicted of the stages. From ``I`` to ``W`` as much is kept as before: gradients, for what is done.
 
     Raises:
         PlanError: nothing was predicted, as there is one stage.
