@@ -127,7 +127,7 @@ def test_a_large_world_has_the_published_bubbles(ortc):
         assert float(rows[name]["ideal"]) == work
         assert rows[name]["bubble"] == f"{idle / (work + idle):.1%}"
         assert rows[name]["in flight"] == held
-    assert "rank" not in out.replace("ranks", "").replace("that a rank", "")
+    assert "rank" not in out.replace("ranks", "").replace("of a rank", "")
 
 
 def test_a_large_world_is_simulated_at_once():
@@ -165,7 +165,7 @@ def test_a_small_world_is_drawn(ortc):
     assert out.splitlines() == [
         "  schedule  stages  ranks  micro-batches  time  ideal  bubble  in flight",
         "      1f1b       3      3              3    15      9   40.0%     1 to 3",
-        "  one step, without the optimizer; ideal: all ranks are always busy; in flight: micro-batches that a rank holds",
+        "  one step, without reductions and optimizer; ideal: all ranks are always busy; in flight: micro-batches of a rank",
         "  rank  stages  busy   idle  in flight",
         "     0       0     9  40.0%          3",
         "     1       1     9  40.0%          2",
@@ -274,6 +274,17 @@ def test_an_own_schedule_trains_as_others_do(ortc, home):
     assert losses(Path("mine"), home, batch=1) == losses(Path("gpipe"), home, batch=1)
 
 
+def test_an_own_schedule_may_put_stages_as_it_likes(ortc, home):
+    """Three stages on two ranks, which no named schedule can do."""
+    Path("mine.txt").write_text("0F0 0F1 2F0 2B0 2F1 2B1 0B0 0B1\n1F0 1F1 1B0 1B1\n")
+    model = [home / "deep.onnx", "--loss", "mse", "--cut", "a1", "--cut", "a2", "--optimizer", "sgd"]
+    assert ortc("compile", *model, "-o", "mine", "--pipeline", "mine.txt")[0] == 0
+    assert ortc("compile", *model, "-o", "gpipe", "--pipeline", "gpipe", "--micro-batches", 2)[0] == 0
+    with Trainer("mine") as trainer:
+        assert [sorted(worker.stages) for worker in trainer._team.workers] == [[0, 2], [1]]
+    assert losses(Path("mine"), home) == losses(Path("gpipe"), home)
+
+
 def test_an_own_schedule_stays_in_the_recipe(ortc, home):
     Path("mine.txt").write_text(MIXED)
     code, out, _ = ortc("compile", home / "deep.onnx", "--loss", "mse", "--pipeline", "mine.txt", "--write-recipe")
@@ -334,6 +345,20 @@ def test_a_folder_says_its_own_sizes(refused, four, home):
     one = stages_of(home, "one")
     assert "one stage" in refused("simulate", one)
     assert "one stage" in refused("inspect", one, "--timeline", "t.json")
+
+
+def test_stages_without_predictions_have_a_schedule_all_the_same(ortc, refused, four):
+    """As of a model that somebody else cut."""
+    plan = json.loads((four / "plan.json").read_text())
+    for stage in plan["stages"]:
+        stage["costs"] = None
+    Path("foreign").mkdir()
+    Path("foreign/plan.json").write_text(json.dumps(plan))
+    code, out, _ = ortc("inspect", "foreign", "--schedule", "s.txt")
+    assert (code, "bubble" in out) == (0, False)
+    assert parse_schedule(Path("s.txt").read_text(), 4).name == "custom"
+    assert "predicts no costs" in refused("inspect", "foreign", "--timeline", "t.json")
+    assert "predicts no costs" in refused("simulate", "foreign")
 
 
 def test_inspect_shows_the_stages_and_writes_timeline_and_schedule(ortc, refused, four):
