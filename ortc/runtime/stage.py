@@ -222,8 +222,8 @@ class Stage:
         self.folder, self.plan, self.stage, self.threads = folder, plan, stage, threads
         infos = {p.name: p for p in plan.parameters}
         pipeline = plan.recipe.pipeline
-        shards = [_updated(stage, r) for r in range(pipeline.replicas if pipeline.zero else 1)]
-        self.own = frozenset(_updated(stage, replica))
+        shards = [_trained(stage, r) for r in range(pipeline.replicas)] if pipeline.zero else [_trained(stage)]
+        self.own = frozenset(shards[replica if pipeline.zero else 0])
         self.trained, values = _buckets([[infos[n] for n in shard] for shard in shards])
         self.reduced, gradients = _buckets([[infos[n] for n in shard] for shard in shards])
         self.gradients = {n: gradients[n] for n in stage.parameters if n in gradients}
@@ -437,9 +437,12 @@ def _kept_name(port: Port) -> str:
     return f"{key(port)} {peer(port)}" if port.role == "boundary_gradient" else key(port)
 
 
-def _updated(stage: StagePlan, replica: int) -> list[str]:
-    """The parameters that a replica updates."""
-    return [key(p) for p in _inputs(stage, stage.optimizer(replica)) if p.role == "parameter"]
+def _trained(stage: StagePlan, replica: int | None = None) -> list[str]:
+    """The parameters that have a gradient; of a replica, those that it updates."""
+    graphs = [graph for name, graph in stage.phases.items() if replica is None or name == stage.optimizer(replica)]
+    names = dict.fromkeys(key(p) for g in graphs for p in (*g.inputs, *g.outputs) if p.role == "gradient")
+    held = set(stage.parameters)  # others are gradients of data inputs
+    return [name for name in names if name in held]
 
 
 def _inputs(stage: StagePlan, phase: str) -> list[Port]:
