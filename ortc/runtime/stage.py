@@ -114,6 +114,7 @@ class Phase:
         self.loose = [p for p in graph.inputs if p.role in LOOSE]
         self._reads_data = any(p.role in ("data", "label", "output") for p in self.loose)
         self._free: list[Port] = []
+        self._nothing = self._value(np.zeros((), np.float32))
 
     def bind_input(self, port: Port, array: np.ndarray) -> None:
         """Let the session read the array's memory; it must outlive the binding."""
@@ -147,10 +148,13 @@ class Phase:
         except Exception as error:
             kind = DataError if self._reads_data else OrtcError
             raise kind(f"ONNX Runtime fails in {self.graph.file}: {_first_line(error)}") from None
-        if not self._free:
-            return []
-        values = self.binding.get_outputs()[-len(self._free) :]  # in the order of binding
-        return list(zip(self._free, _owned(values), strict=True))
+        values = _owned(self.binding.get_outputs()[-len(self._free) :]) if self._free else []  # in the order of binding
+        # A binding holds what it read and made, until something else is bound.
+        for port in self.loose:
+            self.binding.bind_ortvalue_input(port.name, self._nothing)
+        for port in self._free:
+            self.binding.bind_output(port.name, "cpu")
+        return list(zip(self._free, values, strict=True))
 
 
 def _owned(values: Sequence[Any]) -> list[Any]:
