@@ -195,6 +195,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "4 stages, zb-h1": {"stages": 4, "micro_batches": 4, "schedule": "zb-h1"},
     "4 stages on 2 ranks": {"stages": 4, "micro_batches": 4, "schedule": "interleaved", "ranks": 2},
     "2 stages, 2 replicas": {"stages": 2, "micro_batches": 2, "replicas": 2},
+    "2 stages, 2 replicas, ZeRO-1": {"stages": 2, "micro_batches": 2, "replicas": 2, "zero": 1},
     "4 replicas": {"micro_batches": 1, "replicas": 4},
 }
 
@@ -252,6 +253,7 @@ SOME = {
     "3 stages, zb-h1": {"stages": 3, "micro_batches": 4, "schedule": "zb-h1"},
     "4 stages on 2 ranks": {"stages": 4, "micro_batches": 4, "schedule": "interleaved", "ranks": 2},
     "2 stages, 2 replicas": {"stages": 2, "micro_batches": 2, "replicas": 2},
+    "2 stages, 2 replicas, ZeRO-1": {"stages": 2, "micro_batches": 2, "replicas": 2, "zero": 1},
     "3 replicas": {"micro_batches": 1, "replicas": 3},
 }
 WEIGHTS = [0.5, 2.0, 1.0, 0.0, 3.0]
