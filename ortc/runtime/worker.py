@@ -344,6 +344,6 @@ class Worker:
                 gradient[...] = total
             return
         for gradient in mine.values():
-            self.pipe.send(gradient.copy(), home, 0).wait()
+            self.pipe.send(gradient, home, 0).wait()
         for gradient in mine.values():
             self.pipe.receive_into(gradient, home, 0).wait()
