@@ -22,6 +22,11 @@ class Target(BaseModel):
         default_factory=dict, description="operators with a lowering that stay as they are, by domain::name, and their types"
     )
 
+    narrow: dict[str, list[str]] = Field(
+        default_factory=dict,
+        description="element types that few operators have kernels for, and those; all others compute in float32 between casts",
+    )
+
     def keeps(self, domain: str, op_type: str, dtype: str) -> bool:
         """Whether the target's own kernel is taken for this operator and element type."""
         return dtype in self.kernels.get(f"{domain}::{op_type}" if domain else op_type, ())
