@@ -176,8 +176,7 @@ class Lower(Pass):
     def run(self, c: Compilation) -> None:
         for model in _finishing(c):
             lower(model.graph, lambda n: not keeps(c.target, n))
-            if c.target.narrow:
-                widen_missing(model.graph, c.target.narrow)
+            widen_missing(model.graph, c.target)
 
 
 def _finishing(c: Compilation) -> list[ir.Model]:

@@ -211,6 +211,7 @@ class Stage:
         states: optimizer states by (parameter, slot).
         gradients: by parameter, of the micro-batches since :meth:`begin`.
         input_gradients: of data inputs, by name, one array per micro-batch.
+        loss_scale: what the gradients are multiplied with, if the graphs ask for it.
         loss: summed over the micro-batches; 0 but on the last stage.
         buffers: the buffers as the micro-batches have changed them; :meth:`update` makes them the values.
     """
@@ -225,6 +226,7 @@ class Stage:
         self.gradients: dict[str, np.ndarray] = {}
         self.input_gradients: dict[str, list[np.ndarray]] = {}
         self.loss = 0.0
+        self.loss_scale = 1.0
         forward = stage.phases.get("train") or stage.phases.get("forward")
         changed = [key(p) for p in forward.outputs if p.role == "buffer"] if forward else []
         self.buffers = {name: self.values[name].copy() for name in changed}
@@ -273,8 +275,8 @@ class Stage:
                 self.input_gradients.setdefault(key(port), []).append(value.numpy())
             if port.role == "boundary":
                 leaving[key(port)] = value
-            if key(port) in self._keep:
-                kept[key(port)] = value
+            if port.name in self._keep:
+                kept[port.name] = value
         return leaving
 
     def backward(
@@ -340,7 +342,7 @@ class Stage:
         self, name: str, part: Part, values: Mapping[str, Feed], gradients: Mapping[str, Feed], **scalars: int
     ) -> list[tuple[Port, Any]]:
         phase = self._phase(name)
-        self._set_scalars(name, **scalars, micro_batch=part.index, **part.weights)
+        self._set_scalars(name, **scalars, micro_batch=part.index, loss_scale=self.loss_scale, **part.weights)
         feeds = []
         for port in phase.loose:
             if port.role in ("boundary", "stash"):
