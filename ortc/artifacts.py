@@ -57,7 +57,7 @@ def compiled_graphs(model: ir.Model, recipe: Recipe) -> dict[str, ir.Model]:
 
 def in_order(phases: Mapping[str, ir.Model]) -> list[tuple[str, ir.Model]]:
     """The phases of a stage, in the order in which they run."""
-    return [(name, phases[name]) for name in STAGE_PHASES if name in phases]
+    return sorted(phases.items(), key=lambda item: STAGE_PHASES.index(item[0].partition(".")[0]))
 
 
 def compile(

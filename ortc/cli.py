@@ -74,6 +74,9 @@ def compile_(
     data_parallel: Annotated[
         int | None, typer.Option(min=1, help="copies of all stages, each with its part of a batch")
     ] = None,
+    zero: Annotated[
+        int | None, typer.Option(min=0, max=1, help="1: the copies share the optimizer's state out, each keeps its part")
+    ] = None,
     cut: Annotated[
         list[str] | None, typer.Option(metavar="TENSOR[,…]", help="tensors that end a stage; repeat for the next stage")
     ] = None,
@@ -100,7 +103,7 @@ def compile_(
         pipeline={
             "stages": stages or (len(cut) + 1 if cut else sizes.get("stages")), "schedule": schedule_text,
             "micro_batches": micro_batches or sizes.get("micro_batches"), "ranks": ranks or sizes.get("ranks"),
-            "replicas": data_parallel, "cuts": cut or None, "assign": _pairs(assign, "--assign"),
+            "replicas": data_parallel, "zero": zero, "cuts": cut or None, "assign": _pairs(assign, "--assign"),
             "memory_limit": None if memory_limit is None else parse_bytes(memory_limit), "sizes": _pairs(size, "--size"),
         },
     )  # fmt: skip

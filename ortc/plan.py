@@ -117,9 +117,13 @@ class Stage(_Table):
     parameters: list[str] = Field(description="names of the parameters and buffers that this stage holds")
     phases: dict[str, GraphFile] = Field(
         description="train, eval, optimizer; of several stages forward, backward (and its two parts backward_input, "
-        "backward_weight), eval, optimizer"
+        "backward_weight), eval, optimizer (with zero, optimizer.0, optimizer.1, … of each replica that updates something)"
     )
     costs: StageCosts | None = Field(None, description="predicted, of several stages")
+
+    def optimizer(self, replica: int) -> str:
+        """The name of the phase that a replica updates with; it need not be there."""
+        return "optimizer" if "optimizer" in self.phases else f"optimizer.{replica}"
 
 
 class LossInfo(_Table):

@@ -103,6 +103,9 @@ class Pipeline(_Table):
         "1f1b", description="gpipe, 1f1b, interleaved, zb-h1, or the text of your own, a line of actions per rank"
     )
     replicas: int = Field(1, ge=1, description="data-parallel copies of all stages")
+    zero: Literal[0, 1] = Field(
+        0, description="1: the replicas share the optimizer's state out (ZeRO-1); each updates its own parameters for all"
+    )
     cuts: list[str] = Field(
         default_factory=list, description="tensors that end stage 0, 1, …; several for one joined by commas"
     )

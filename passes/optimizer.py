@@ -15,6 +15,8 @@ group's. Each output may share its input's memory: nothing may read a parameter 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -147,21 +149,72 @@ class BuildOptimizer(Pass):
     def run(self, c: Compilation) -> None:
         declared = checked_optimizer(c)
         trained = {p.name: p for p in c.parameters if p.trainable}
-        for phases in c.stages:
-            graph = phases["train"].graph if "train" in phases else None
-            held = [] if graph is None else [v for v in graph.inputs if role(v) == "parameter" and of(v) in trained]
-            if held:
-                phases["optimizer"] = _optimizer(c, declared, [(trained[of(v)], v) for v in held])
+        inputs = [phases["train"].graph.inputs if "train" in phases else () for phases in c.stages]
+        held = [[v for v in values if role(v) == "parameter" and of(v) in trained] for values in inputs]
+        for phases, values, shards in zip(c.stages, held, _shards(c, held), strict=True):
+            for phase, names in shards.items():
+                own = [(trained[of(v)], v) for v in values if of(v) in names]
+                if own:
+                    phases[phase] = _optimizer(c, declared, own)
 
 
-def state_slots(c: Compilation) -> int:
-    """How many numbers of state the optimizer keeps for each element of a parameter."""
+def _shards(c: Compilation, held: Sequence[Sequence[ir.Value]]) -> list[dict[str, set[str]]]:
+    """The names that each optimizer phase of each stage updates.
+
+    Shards are made of whole parameters, since an optimizer may look at all of one (LAMB's norms).
+    """
+    pipeline = c.recipe.pipeline
+    if pipeline.zero == 0:
+        return [{"optimizer": {of(v) for v in values}} for values in held]
+    if pipeline.replicas == 1:
+        raise RecipeError(
+            "pipeline.zero: 1 shares the optimizer's state out to replicas, but there is one: add --data-parallel N"
+        )
+    sizes = [{of(v): _bytes(v) for v in values} for values in held]
+    owners = _owners(sizes, pipeline.replicas)
+    for stage, size in enumerate(sizes):
+        largest = max(size, key=size.__getitem__, default="")
+        if size and size[largest] * pipeline.replicas > sum(size.values()):
+            c.warnings.append(
+                f"zero: {largest!r} is {size[largest] / sum(size.values()):.0%} of what stage {stage} trains, and stays whole: "
+                f"one of the {pipeline.replicas} replicas keeps that much of the optimizer's state"
+            )
+    replicas = range(pipeline.replicas)
+    return [{f"optimizer.{r}": {name for name in size if owners[name] == r} for r in replicas} for size in sizes]
+
+
+def _owners(stages: Sequence[Mapping[str, int]], replicas: int) -> dict[str, int]:
+    """Which replica updates a parameter, in every stage that holds it: the largest first, where least lies so far.
+
+    Args:
+        stages: bytes by parameter, for each stage.
+        replicas: how many there are.
+    """
+    sizes = {name: size for stage in stages for name, size in stage.items()}
+    loads = [[0] * replicas for _ in stages]
+    owners: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        holding = [load for stage, load in zip(stages, loads, strict=True) if name in stage]
+        owners[name] = min(range(replicas), key=lambda r: max(load[r] for load in holding))
+        for load in holding:
+            load[owners[name]] += sizes[name]
+    return owners
+
+
+def _bytes(value: ir.Value) -> int:
+    assert value.dtype is not None and value.shape is not None
+    return int(value.dtype.itemsize * math.prod(value.shape.numpy()))
+
+
+def state_slots(c: Compilation) -> float:
+    """How many numbers of state a rank keeps for each element of a parameter."""
     aside = new_graph("aside", c.target.opset, c.target.ir_version)
     like = ir.Value(name="w", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1]))
     info = ParameterInfo(name="w", role="parameter", dtype="float32", shape=[1], trainable=True, reason="")
     op = Builder(aside.graph)
     outputs = _update(op, checked_optimizer(c), c, info, like, _scalars(op, clipped=False))
-    return sum(role(v) == "state" for v in outputs)
+    slots = sum(role(v) == "state" for v in outputs)
+    return slots / c.recipe.pipeline.replicas if c.recipe.pipeline.zero else slots
 
 
 def _optimizer(c: Compilation, declared: Declared, held: list[tuple[ParameterInfo, ir.Value]]) -> ir.Model:

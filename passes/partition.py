@@ -83,7 +83,7 @@ class Assignment:
 
 
 def assign_stages(
-    graph: ir.Graph, options: PartitionOptions, binding: Mapping[str, int], optimizer_slots: int, default: int = 1
+    graph: ir.Graph, options: PartitionOptions, binding: Mapping[str, int], optimizer_slots: float, default: int = 1
 ) -> Assignment:
     """Give every node of a forward graph with its loss (see ``training-form``) a stage.
 
@@ -140,7 +140,9 @@ def _place_dead(graph: ir.Graph, stage_of: dict[ir.Node, int]) -> None:
 # ---- the graph as plain data -----------------------------------------------------------------------------------------
 
 
-def describe(graph: ir.Graph, shapes: Shapes, options: PartitionOptions, optimizer_slots: int) -> tuple[Problem, list[ir.Node]]:
+def describe(
+    graph: ir.Graph, shapes: Shapes, options: PartitionOptions, optimizer_slots: float
+) -> tuple[Problem, list[ir.Node]]:
     """The graph as a partition problem, and the nodes that it is about: those that an output depends on, in order."""
     nodes = _live(graph)
     flow = _Flow(graph, nodes, options)
@@ -193,9 +195,9 @@ def _live(graph: ir.Graph) -> list[ir.Node]:
     return live[::-1]
 
 
-def _parameter(value: ir.Value, shapes: Shapes, trains: bool, optimizer_slots: int) -> Parameter:
+def _parameter(value: ir.Value, shapes: Shapes, trains: bool, optimizer_slots: float) -> Parameter:
     size, elements = shapes.bytes(value), shapes.elements(value)
-    return Parameter(size, size * trains, 4 * elements * optimizer_slots * trains, elements)
+    return Parameter(size, size * trains, int(4 * elements * optimizer_slots) * trains, elements)
 
 
 class _Flow:

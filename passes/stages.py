@@ -22,7 +22,8 @@ from ortc.runtime.schedule import Schedule, check, in_flight, make_schedule
 _BATCH, _OTHER = 8, 128
 
 # Nodes that only look at a value otherwise: a backward that has what they read runs them again, instead of keeping more.
-_VIEWS = frozenset({"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Shape", "Size"})
+_SIZES = frozenset({"Shape", "Size"})
+_VIEWS = _SIZES | {"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,8 @@ def _stash(graph: ir.Graph, ahead: list[ir.Value], behind: list[ir.Value]) -> li
     """What the backward needs of the forward's values."""
     forward, _ = needed(ahead, set())
     made = {v for node in forward for v in node.outputs}
+    # Of a value whose sizes alone are asked for, those are kept.
+    made.update(v for n in graph if n.op_type in _SIZES and not n.domain and n.inputs[0] in made for v in n.outputs)
     _, kept = needed(behind, made)
     wanted = [v for node in graph for v in node.outputs if v in kept]
     # Views are looked at again where what they view is at hand, in the order of the graph, until none is left.

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from ortc.errors import DataError
 from ortc.plan import LossInfo
 from ortc.runtime.batch import Batch, BatchCheck
 from ortc.runtime.stage import Part
@@ -31,7 +32,12 @@ def parts_of(
     """
     inputs.check_names(batch)
     arrays = {name: np.asarray(batch[name]) for name in inputs.ports}
-    samples = inputs.samples(arrays)
+    samples, fixed = inputs.samples(arrays), inputs.fixed_batch_size()
+    if count > 1 and fixed is not None and samples != fixed * count:
+        raise DataError(
+            f"the batch has {samples} samples; the model takes batches of {fixed} only, and a step has {count} micro-batches: "
+            f"give it {fixed * count} samples"
+        )
     edges = np.linspace(0, samples, min(count, max(samples, 1)) + 1).astype(int)
     pieces = [inputs.fit(_slice(arrays, inputs, samples, a, b)) for a, b in pairwise(edges)]
     counts = np.array([[_count(loss, piece, inputs) for loss in losses] for piece in pieces], np.float64)
@@ -48,6 +54,9 @@ def _slice(arrays: Batch, inputs: BatchCheck, samples: int, start: int, end: int
 
 def _is_cut(name: str, array: np.ndarray, inputs: BatchCheck, samples: int) -> bool:
     shape = inputs.ports[name].shape
+    inner = {d for port in inputs.ports.values() for d in (port.shape or [])[1:]}
+    if shape and isinstance(shape[0], str) and shape[0] in inner:
+        return False  # another size than the batch's, though the numbers may agree
     if array.ndim == 0 or array.shape[0] % samples or array.shape[0] < samples:
         return False
     fixed = shape is not None and isinstance(shape[0], int)

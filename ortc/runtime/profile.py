@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ class Recorder:
     def __init__(self) -> None:
         self._actions: list[tuple[Action, float, float, int]] = []
         self._peak = self._before = self._sent = 0
+        self._zero = 0.0
 
     def begin(self, worker: Worker) -> Callable[[Action, Part, int, int], None]:
         """Wait for all ranks, start the clock, and give what does the worker's actions and records them."""
@@ -30,13 +32,13 @@ class Recorder:
         held: dict[tuple[int, int], int] = {}
         self._actions, self._peak = [], 0
         worker.world.barrier()
-        self._before, zero = counters.sent, time.perf_counter()
+        self._before, self._zero = counters.sent, time.perf_counter()
 
         def act(action: Action, part: Part, seed: int, step: int) -> None:
             sent, start = counters.sent, time.perf_counter()
             worker.act(action, part, seed, step)
             end = time.perf_counter()
-            self._actions.append((action, start - zero, end - zero, counters.sent - sent))
+            self._actions.append((action, start - self._zero, end - self._zero, counters.sent - sent))
             if action.kind in _COMPUTE:
                 held[action.stage, action.micro_batch] = worker.stages[action.stage].kept_bytes(part.index)
                 self._peak = max(self._peak, sum(held.values()))
@@ -50,6 +52,8 @@ class Recorder:
     def told(self) -> dict[str, Any]:
         """The record as JSON data."""
         return {
+            "host": platform.node(),
+            "began": self._zero,
             "actions": [(str(action), start, end, sent) for action, start, end, sent in self._actions],
             "peak_stash_bytes": self._peak,
             "sent_bytes": self._sent,
@@ -61,7 +65,7 @@ class Profile:
     """One step.
 
     Attributes:
-        measured: for each replica the actions of its ranks, transfers too; seconds since all ranks began.
+        measured: for each replica the actions of its ranks, transfers too; seconds since the ranks began.
         predicted: the same of one replica, compute actions only; nothing where the plan has no predictions.
         ranks: of each rank its number, ``bubble`` (the part of the time until the last rank of its replica is done in which
             it computes nothing), ``peak_stash_bytes`` (kept for backwards at once) and ``sent_bytes``.
@@ -82,13 +86,21 @@ class Profile:
 
 
 def make_profile(plan: Plan, told: Sequence[dict[str, Any]]) -> Profile:
-    """From what the recorders of all ranks told, in rank order."""
+    """From what the recorders of all ranks told, in rank order.
+
+    The ranks of one machine have one clock (CLOCK_MONOTONIC and its like), so their times count from the first that began;
+    those of several machines are aligned as well as a barrier does it.
+    """
     size = ranks_of(plan)
+    began: dict[str, float] = {}
+    for one in told:
+        began[one["host"]] = min(one["began"], began.get(one["host"], one["began"]))
     measured, ranks = [], []
     for first in range(0, len(told), size):
         rows = [
-            [Timed(rank, parse_action(text), start, end, sent) for text, start, end, sent in one["actions"]]
+            [Timed(rank, parse_action(text), late + start, late + end, sent) for text, start, end, sent in one["actions"]]
             for rank, one in enumerate(told[first : first + size])
+            for late in [one["began"] - began[one["host"]]]
         ]
         measured.append([t for row in rows for t in row])
         last = max((t.end for t in measured[-1] if t.action.kind in _COMPUTE), default=0.0)

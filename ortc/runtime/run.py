@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ortc.errors import DataError, NotFiniteError
+from ortc.errors import DataError, NotFiniteError, OrtcError
 from ortc.plan import load_plan
 from ortc.recipe import LearningRate, Recipe, parse_recipe
 from ortc.runtime.batch import Batch
@@ -76,8 +76,8 @@ def run(
         OrtcError: for anything wrong with folder, data, checkpoint or numbers.
     """
     folder = Path(folder)
-    if profile is not None and not Path(profile).parent.is_dir():
-        raise DataError(f"cannot write {profile}: there is no folder {Path(profile).parent}")
+    if profile is not None and (Path(profile).is_dir() or not Path(profile).parent.is_dir()):
+        raise OrtcError(f"cannot write {profile}: it is a folder, or in none that exists")
     rate = _learning_rate(load_plan(folder).recipe, lr, schedule, warmup)
     if seed is not None:
         parse_recipe({"seed": seed}, "options")
@@ -185,13 +185,13 @@ class _Loop:
         fixed = self.trainer.inputs.fixed_batch_size()
         if fixed is None or not isinstance(self.data, Arrays):
             return
-        if fixed != self.batch_size:
-            raise DataError(f"the model takes batches of {fixed} samples only: use --batch-size {fixed}")
-        if self.data.samples % fixed and not self.drop_last:
-            raise DataError(
-                f"the model takes batches of {fixed} samples only, and {self.data.samples} samples leave a smaller "
-                "one: use --drop-last"
-            )
+        parts = self.trainer.micro_batches
+        size = fixed * parts
+        takes = f"batches of {fixed} samples only" if parts == 1 else f"{parts} micro-batches of {fixed} samples in a step"
+        if size != self.batch_size:
+            raise DataError(f"the model takes {takes}: use --batch-size {size}")
+        if self.data.samples % size and not self.drop_last:
+            raise DataError(f"the model takes {takes}, and {self.data.samples} samples leave a smaller one: use --drop-last")
 
     def _last_step(self, position: tuple[int, int]) -> int | None:
         """The number of the last step, as far as it is known beforehand."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortc.errors import DataError, OrtcError, PlanError
-from ortc.plan import GraphFile, Plan, Port
+from ortc.plan import GraphFile, ParameterInfo, Plan, Port
 from ortc.plan import Stage as StagePlan
-from ortc.runtime.batch import Batch, aligned_zeros, key, numpy_type
+from ortc.runtime.batch import ALIGNMENT, Batch, aligned_zeros, key, numpy_type
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -208,23 +209,32 @@ class Stage:
 
     Attributes:
         values: parameters and buffers by the model's names.
-        states: optimizer states by (parameter, slot).
+        own: the parameters that this replica updates: all that train, or its shard of them.
+        states: optimizer states of those by (parameter, slot).
         gradients: by parameter, of the micro-batches since :meth:`begin`.
-        input_gradients: of data inputs, by name, one array per micro-batch.
         loss_scale: what the gradients are multiplied with, if the graphs ask for it.
+        trained, reduced: the memory of the trained values and of their gradients.
+        input_gradients: of data inputs, by name and micro-batch.
         loss: summed over the micro-batches; 0 but on the last stage.
         buffers: the buffers as the micro-batches have changed them; :meth:`update` makes them the values.
     """
 
-    def __init__(self, folder: Path, plan: Plan, stage: StagePlan, threads: int | None = None) -> None:
+    def __init__(self, folder: Path, plan: Plan, stage: StagePlan, threads: int | None = None, replica: int = 0) -> None:
         self.folder, self.plan, self.stage, self.threads = folder, plan, stage, threads
         infos = {p.name: p for p in plan.parameters}
-        self.values = {n: aligned_zeros(infos[n].shape, numpy_type(infos[n].dtype, n)) for n in stage.parameters}
-        optimizer = stage.phases.get("optimizer")
-        state_ports = [p for p in optimizer.inputs if p.role == "state"] if optimizer else []
+        pipeline = plan.recipe.pipeline
+        shards = [_updated(stage, r) for r in range(pipeline.replicas if pipeline.zero else 1)]
+        self.own = frozenset(_updated(stage, replica))
+        self.trained, values = _buckets([[infos[n] for n in shard] for shard in shards])
+        self.reduced, gradients = _buckets([[infos[n] for n in shard] for shard in shards])
+        self.gradients = {n: gradients[n] for n in stage.parameters if n in gradients}
+        fixed = [infos[n] for n in stage.parameters if n not in values]
+        values.update({p.name: aligned_zeros(p.shape, numpy_type(p.dtype, p.name)) for p in fixed})
+        self.values = {n: values[n] for n in stage.parameters}
+        self._optimizer = stage.optimizer(replica)
+        state_ports = [p for p in _inputs(stage, self._optimizer) if p.role == "state"]
         self.states: dict[StateKey, np.ndarray] = {_state_key(p): _zeros(p) for p in state_ports}
-        self.gradients: dict[str, np.ndarray] = {}
-        self.input_gradients: dict[str, list[np.ndarray]] = {}
+        self.input_gradients: dict[str, dict[int, np.ndarray]] = {}
         self.loss = 0.0
         self.loss_scale = 1.0
         forward = stage.phases.get("train") or stage.phases.get("forward")
@@ -242,8 +252,8 @@ class Stage:
 
     def begin(self) -> None:
         """Start a step: gradients and losses at zero, buffers as they are."""
-        for gradient in self.gradients.values():
-            gradient[...] = 0
+        for bucket in self.reduced:
+            bucket.memory[...] = 0
         self.input_gradients.clear()
         self.loss = 0.0
         for name, array in self.buffers.items():
@@ -272,7 +282,7 @@ class Stage:
         leaving: dict[str, Any] = {}
         for port, value in made:
             if port.role == "gradient":
-                self.input_gradients.setdefault(key(port), []).append(value.numpy())
+                self.input_gradients.setdefault(key(port), {})[part.index] = value.numpy()
             if port.role == "boundary":
                 leaving[key(port)] = value
             if port.name in self._keep:
@@ -302,7 +312,7 @@ class Stage:
                 if port.role == "boundary_gradient":
                     leaving[key(port), peer(port)] = made
                 elif port.role == "gradient":
-                    self.input_gradients.setdefault(key(port), []).append(made.numpy())
+                    self.input_gradients.setdefault(key(port), {})[part.index] = made.numpy()
                 if port.name in self._keep:
                     kept[port.name] = made
         if last:
@@ -316,9 +326,9 @@ class Stage:
 
     def update(self, *, lr: float, step: int, gradient_scale: float = 1.0) -> None:
         """The optimizer's step from ``gradients``, in place, then the new buffers."""
-        if "optimizer" in self.stage.phases:
-            phase = self._phase("optimizer")
-            self._set_scalars("optimizer", lr=lr, step=step, gradient_scale=gradient_scale)
+        if self._optimizer in self.stage.phases:
+            phase = self._phase(self._optimizer)
+            self._set_scalars(self._optimizer, lr=lr, step=step, gradient_scale=gradient_scale)
             phase.run()
         for name, new in self.buffers.items():
             self.values[name][...] = new
@@ -373,7 +383,7 @@ class Stage:
             elif port.role == "state":
                 phase.bind_input(port, self.states[_state_key(port)])
             elif port.role == "gradient":
-                phase.bind_input(port, self._gradient(port))
+                phase.bind_input(port, self.gradients[key(port)])
             elif port.role == "scalar":
                 phase.bind_input(port, scalars.setdefault(key(port), _zeros(port)))
         for port in phase.graph.outputs:
@@ -393,15 +403,9 @@ class Stage:
             return self.states[_state_key(port)]
         if port.role == "buffer" and phase in ("train", "forward"):
             return self._new_buffers.setdefault(key(port), _zeros(port))
-        if port.role == "gradient" and key(port) in self.values:
-            return self._gradient(port)
+        if port.role == "gradient":
+            return self.gradients.get(key(port))
         return None
-
-    def _gradient(self, port: Port) -> np.ndarray:
-        name = key(port)
-        if name not in self.gradients:
-            self.gradients[name] = aligned_zeros(self.values[name].shape, self.values[name].dtype)
-        return self.gradients[name]
 
     def _set_scalars(self, phase: str, **values: float) -> None:
         for name, array in self._scalars[phase].items():
@@ -410,13 +414,13 @@ class Stage:
             array[...] = values[name]
 
 
-def square_norm(gradients: Iterable[np.ndarray]) -> float:
-    """The square of the Euclidean norm of all gradients together; not finite if one of them is not."""
-    arrays = list(gradients)
+def square_norm(gradient: np.ndarray) -> float:
+    """The square of a gradient's Euclidean norm; not finite if an element is not."""
+    flat = _flat(gradient)
     with np.errstate(over="ignore", invalid="ignore"):
-        total = sum(float(np.dot(g, g)) for g in (_flat(g) for g in arrays))
+        total = float(np.dot(flat, flat))
         if not np.isfinite(total):  # float32 sums overflow from 1e19 on
-            total = sum(float(np.sum(np.square(g, dtype=np.float64))) for g in arrays)
+            total = float(np.sum(np.square(gradient, dtype=np.float64)))
     return total
 
 
@@ -425,6 +429,46 @@ def peer(port: Port) -> int:
     if not port.stages:
         raise PlanError(f"the plan gives no stage for the boundary {port.name!r}; compile the model again")
     return port.stages[0]
+
+
+def _updated(stage: StagePlan, replica: int) -> list[str]:
+    """The parameters that a replica updates."""
+    return [key(p) for p in _inputs(stage, stage.optimizer(replica)) if p.role == "parameter"]
+
+
+def _inputs(stage: StagePlan, phase: str) -> list[Port]:
+    return stage.phases[phase].inputs if phase in stage.phases else []
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Arrays of one type side by side, so that ranks exchange them at once.
+
+    Attributes:
+        memory: flat; each array starts aligned, and what lies between is zero.
+        sizes: elements of the shards, which follow one another.
+    """
+
+    memory: np.ndarray
+    sizes: list[int]
+
+
+def _buckets(shards: Sequence[Sequence[ParameterInfo]]) -> tuple[list[Bucket], dict[str, np.ndarray]]:
+    """A bucket for each type, and every parameter's array in it by name, all zeros."""
+    buckets: list[Bucket] = []
+    arrays: dict[str, np.ndarray] = {}
+    for text, name in {p.dtype: p.name for shard in shards for p in shard}.items():
+        dtype = numpy_type(text, name)
+        step = ALIGNMENT // dtype.itemsize
+        rows = [[(p, math.prod(p.shape)) for p in shard if p.dtype == text] for shard in shards]
+        sizes = [sum(-(-count // step) * step for _, count in row) for row in rows]
+        memory = aligned_zeros([sum(sizes)], dtype)
+        start = 0
+        for info, count in (pair for row in rows for pair in row):
+            arrays[info.name] = memory[start : start + count].reshape(info.shape)
+            start += -(-count // step) * step
+        buckets.append(Bucket(memory, sizes))
+    return buckets, arrays
 
 
 def _state_key(port: Port) -> StateKey:

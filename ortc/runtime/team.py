@@ -87,9 +87,8 @@ class Team:
         where = "processes under MPI" if self._mpi else "threads of this process"
         stages, replicas = len(self.workers[0].plan.stages), self.workers[0].replicas
         what = f"{stages} stage{'s' if stages > 1 else ''}" + (f" × {replicas} replicas" if replicas > 1 else "")
-        return (
-            f"{self.size} ranks ({what}) as {where}, sessions with {self.threads} thread{'s' if self.threads != 1 else ''} each"
-        )
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        return f"{self.size} ranks ({what}) as {where}, sessions with {threads} each"
 
     def agree(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""

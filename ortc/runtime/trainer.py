@@ -142,6 +142,11 @@ class Trainer:
         """Whether this process prints and writes: it runs rank 0."""
         return self._team.main
 
+    @property
+    def micro_batches(self) -> int:
+        """Parts of a step's batch, over all replicas."""
+        return self.plan.recipe.pipeline.parts * self._team.workers[0].replicas
+
     def agree(self, flag: bool) -> bool:
         """Whether the flag is set in any process of the job."""
         return self._team.agree(flag)
@@ -179,8 +184,8 @@ class Trainer:
         return {p.name: found[p.name] for p in self.plan.parameters if p.name in found}
 
     def _gradients(self) -> dict[str, np.ndarray]:
-        held = [stage.gradients for worker in self._team.workers for stage in worker.stages.values()]
-        found = {name: array for gradients in reversed(held) for name, array in gradients.items()}
+        stages = [stage for worker in self._team.workers for stage in worker.stages.values()]
+        found = {name: array for s in reversed(stages) for name, array in s.gradients.items() if name in s.own}
         return {p.name: found[p.name] for p in self.plan.parameters if p.name in found}
 
     def _train(self, parts: list[Part], step: int) -> tuple[float, float]:
@@ -194,9 +199,7 @@ class Trainer:
         return loss, norm / scale
 
     def _parts(self, batch: Mapping[str, np.ndarray]) -> list[Part]:
-        pipeline = self.plan.recipe.pipeline
-        count = pipeline.parts * self._team.workers[0].replicas
-        return parts_of(batch, count, self.inputs, self.plan.losses, pipeline.divided)
+        return parts_of(batch, self.micro_batches, self.inputs, self.plan.losses, self.plan.recipe.pipeline.divided)
 
     def _whole(self, batch: Mapping[str, np.ndarray]) -> Part:
         [part] = parts_of(batch, 1, self.inputs, self.plan.losses, self.plan.recipe.pipeline.divided)
@@ -213,7 +216,7 @@ class Trainer:
             DataError: the batch does not fit; nothing ran.
             NotFiniteError: the loss or a gradient is NaN or infinite; parameters, buffers and states are as before.
         """
-        if not any("optimizer" in stage.phases for stage in self.plan.stages):
+        if not any(phase.startswith("optimizer") for stage in self.plan.stages for phase in stage.phases):
             raise OrtcError(f"{self.folder} has no optimizer phase: none of the model's parameters trains")
         parts = self._parts(batch)
         number = self.step_number + 1
@@ -257,15 +260,17 @@ class Trainer:
         Raises:
             DataError: the batch does not fit.
         """
-        loss, _ = self._train(self._parts(batch), self.step_number + 1)
-        gradients = {name: (g / self.scaling.scale).astype(g.dtype) for name, g in self._gradients().items()}
-        made: dict[str, list[np.ndarray]] = {}
-        for worker in self._team.workers:
-            for stage in worker.stages.values():
-                for name, arrays in stage.input_gradients.items():
-                    made.setdefault(name, []).extend((a / self.scaling.scale).astype(a.dtype) for a in arrays)
-        of_inputs = {name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for name, arrays in made.items()}
-        copies = {copy: gradients[p.name].T for p in self.plan.trainable() for copy in p.copies}
+        parts = self._parts(batch)
+        loss, _ = self._train(parts, self.step_number + 1)
+        gradients = {name: _over(g, self.scaling.scale) for name, g in self._gradients().items()}
+        stages = [stage for worker in self._team.workers for stage in worker.stages.values()]
+        of_inputs = {}
+        for name in dict.fromkeys(name for stage in stages for name in stage.input_gradients):
+            read = [stage.input_gradients[name] for stage in stages if name in stage.input_gradients]
+            each = [sum(arrays[part.index] for arrays in read if part.index in arrays) for part in parts]
+            divided = sum(len(part.batch[name]) for part in parts) == len(batch[name])
+            of_inputs[name] = _over(np.concatenate(each) if divided else sum(each), self.scaling.scale)
+        copies = {copy: gradients[p.name].T for p in self.plan.trainable() for copy in p.copies if p.name in gradients}
         return loss, {**gradients, **copies, **of_inputs}
 
     def save(self, position: tuple[int, int] = (0, 0), settings: dict[str, Any] | None = None) -> Path:
@@ -334,6 +339,11 @@ def _inputs(stage: Stage, phase: str) -> list[Port]:
 def _still_there(source: object) -> str | None:
     """The data of the last run; only files: a checkpoint shall not name code to run."""
     return source if isinstance(source, str) and Path(source).exists() else None
+
+
+def _over(array: np.ndarray, scale: float) -> np.ndarray:
+    """A copy, divided by the loss scale."""
+    return array.copy() if scale == 1.0 else (array / scale).astype(array.dtype)
 
 
 def _holds_damage(parts: Sequence[Part]) -> bool:

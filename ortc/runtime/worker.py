@@ -82,6 +82,7 @@ class Worker:
     Attributes:
         stages: the stages that this rank holds, by index.
         replica: which pipeline this rank is part of.
+        sharded: each replica reduces, updates and saves the states of its own parameters only.
         recorder: records each step, if there is one.
     """
 
@@ -98,10 +99,17 @@ class Worker:
                 f"{folder} was compiled for one rank, and its graphs take the mean of a whole batch: compile the model again "
                 f"with --data-parallel {self.replicas}"
             )
+        self.sharded = plan.recipe.pipeline.zero > 0
+        if self.sharded and self.replicas != plan.recipe.pipeline.replicas:
+            raise PlanError(
+                f"{folder} was compiled with the optimizer's state in {plan.recipe.pipeline.replicas} shards (--zero 1), and "
+                f"{world.size} ranks are {self.replicas} replicas: start {self.ranks * plan.recipe.pipeline.replicas} ranks"
+            )
         self.replica, self.rank = divmod(world.rank, self.ranks)
         self.rank_of = schedule_of(plan, 1).stage_rank
         self.routes = Routes(plan)
-        self.stages = {s.index: Stage(folder, plan, s, threads) for s in plan.stages if self.rank_of[s.index] == self.rank}
+        here = [s for s in plan.stages if self.rank_of[s.index] == self.rank]
+        self.stages = {s.index: Stage(folder, plan, s, threads, self.replica) for s in here}
         self.recorder: Recorder | None = None
         self._rows: dict[int, tuple[Action, ...]] = {}
         self._inbox: dict[tuple[str, int, int, str, int], Feed] = {}
@@ -134,9 +142,9 @@ class Worker:
         for action in self._actions(len(parts)):
             act(action, parts[action.micro_batch], seed, step)
         self._wait()
-        self._reduce()
+        self._reduce(active=len(parts) > 0)
         loss = np.array([sum(stage.loss for stage in self.stages.values())], np.float64)
-        square = np.array([square_norm(self._counted_gradients())], np.float64)
+        square = np.array([self._square_norm()], np.float64)
         self.world.all_reduce(loss)
         self.pipe.all_reduce(square)
         return float(loss[0]), float(np.sqrt(square[0]))
@@ -145,6 +153,9 @@ class Worker:
         """The optimizer's step on every stage."""
         for stage in self.stages.values():
             stage.update(lr=lr, step=step, gradient_scale=gradient_scale)
+            if self.sharded:
+                for bucket in stage.trained:
+                    self.peers.all_gather(bucket.memory, bucket.sizes)
         if self.recorder is not None:
             self.recorder.end(self)
 
@@ -178,14 +189,18 @@ class Worker:
     def owned_states(self) -> dict[tuple[str, str], np.ndarray]:
         """Optimizer states that this rank saves."""
         own = {k: a for i, stage in self.stages.items() for k, a in stage.states.items() if self._first(k[0]) == i}
-        return own if self.replica == 0 else {}
+        return own if self.sharded or self.replica == 0 else {}
 
     def _first(self, name: str) -> int:
         return next(s.index for s in self.plan.stages if name in s.parameters)
 
-    def _counted_gradients(self) -> list[np.ndarray]:
-        """The gradients that count in the norm: of a tied weight, one."""
-        return [g for i, stage in self.stages.items() for name, g in stage.gradients.items() if self._first(name) == i]
+    def _square_norm(self) -> float:
+        """The square of the norm of this pipeline rank's gradients, of a tied weight's once; each replica knows its own."""
+        held = [(s, name, g) for i, s in self.stages.items() for name, g in s.gradients.items() if self._first(name) == i]
+        squares = np.array([square_norm(g) if name in stage.own else 0.0 for stage, name, g in held])
+        if self.sharded:
+            self.peers.all_reduce(squares)
+        return float(sum(squares))
 
     def close(self) -> None:
         """Release the sessions."""
@@ -195,9 +210,11 @@ class Worker:
     # Actions
 
     def _actions(self, micro_batches: int) -> tuple[Action, ...]:
+        if not micro_batches:
+            return ()
         if micro_batches not in self._rows:
             schedule = schedule_of(self.plan, micro_batches)
-            self._rows[micro_batches] = with_transfers(schedule, self.routes.edges)[self.rank] if micro_batches else ()
+            self._rows[micro_batches] = with_transfers(schedule, self.routes.edges)[self.rank]
         return self._rows[micro_batches]
 
     def act(self, action: Action, part: Part, seed: int, step: int) -> None:
@@ -241,7 +258,8 @@ class Worker:
                 if source == stage:
                     self._give("B", stage, to, m, {n: leaving[n, to] for n in names})
 
-    # Values between stages: a message carries one; both ends know their names and order from the plan
+    # Values between stages: a message carries one; both ends know their names and order from the plan. Those of a pair of
+    # stages stay in order, and have a tag of their own: a rank with several stages may want another pair's first.
 
     def _give(self, kind: str, stage: int, to: int, micro_batch: int, values: Mapping[str, Any]) -> None:
         """Hand values over within the rank, or lay them ready for the schedule's SEND."""
@@ -253,11 +271,15 @@ class Worker:
     def _send(self, kind: str, stage: int, to: int, micro_batch: int) -> None:
         for value in self._outbox.pop((kind, stage, to, micro_batch), []):
             array = view(value)
-            self._sending.append((self.pipe.send(array, self.rank_of[to], 0), array))
+            self._sending.append((self.pipe.send(array, self.rank_of[to], self._tag(stage, to)), array))
 
     def _receive(self, kind: str, source: int, stage: int, micro_batch: int, names: Sequence[str]) -> None:
         for name in names:
-            self._inbox[kind, stage, micro_batch, name, source] = self.pipe.receive(self.rank_of[source], 0)
+            array = self.pipe.receive(self.rank_of[source], self._tag(source, stage))
+            self._inbox[kind, stage, micro_batch, name, source] = array
+
+    def _tag(self, source: int, to: int) -> int:
+        return source * len(self.plan.stages) + to
 
     def _take(self, kind: str, source: int, stage: int, micro_batch: int, names: Sequence[str]) -> dict[str, Feed]:
         if names and (kind, stage, micro_batch, names[0], source) not in self._inbox:
@@ -271,17 +293,34 @@ class Worker:
 
     # Between the ranks that hold the same
 
-    def _reduce(self) -> None:
-        """Sum gradients over replicas and over the stages that share a weight; average running statistics over replicas."""
+    def _reduce(self, *, active: bool) -> None:
+        """Sum gradients over replicas and over the stages that share a weight; average running statistics over replicas.
+
+        Args:
+            active: whether this replica had any part of the batch: one that had none has no statistics.
+        """
         if self.replicas > 1:
             for stage in self.stages.values():
-                for gradient in stage.gradients.values():
-                    self.peers.all_reduce(gradient)
-                for buffer in stage.buffers.values():
-                    self.peers.all_reduce(buffer)
-                    buffer /= self.replicas
+                for bucket in stage.reduced:
+                    if self.sharded:
+                        self.peers.reduce_scatter(bucket.memory, sizes=bucket.sizes)
+                    else:
+                        self.peers.all_reduce(bucket.memory)
+                self._average(list(stage.buffers.values()), active)
         for name, stages in self.routes.tied.items():
-            self._sum_tied(name, stages)
+            if any(name in stage.own for stage in self.stages.values()):
+                self._sum_tied(name, stages)
+
+    def _average(self, buffers: Sequence[np.ndarray], active: bool) -> None:
+        if not buffers:
+            return
+        count = np.array([active], np.int64)
+        self.peers.all_reduce(count)
+        for buffer in buffers:
+            if not active:
+                buffer[...] = 0
+            self.peers.all_reduce(buffer)
+            buffer /= count[0]
 
     def _sum_tied(self, name: str, stages: Sequence[int]) -> None:
         """The first stage adds the others' gradients to its own, in their order, and all take the sum."""
