@@ -269,9 +269,9 @@ def simulate(
     from ortc.forecast import Pipeline, equal_cases, folder_cases, report
 
     asked = [Pipeline(name, *read_pipeline(name)) for name in pipeline or ()]
-    times = {"forward": forward, "backward": backward, "weight": weight, "transfer": transfer}
-    sizes = {"stash": stash, "static": static}
-    given = {k: v for k, v in times.items() if v is not None} | {k: parse_bytes(v) for k, v in sizes.items() if v is not None}
+    numbers: dict[str, Any] = {"forward": forward, "backward": backward, "weight": weight, "transfer": transfer}
+    numbers |= {"stash": stash and parse_bytes(stash), "static": static and parse_bytes(static)}
+    given = {name: number for name, number in numbers.items() if number is not None}
     if folder is None:
         cases = equal_cases(stages, micro_batches, asked, ranks, **given)
     elif given or stages is not None:

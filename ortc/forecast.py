@@ -8,14 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ortc.errors import RecipeError
-from ortc.inspection import columns, format_bytes, format_seconds, schedule_name
+from ortc.inspection import FEW_RANKS, columns, format_bytes, format_seconds, picture, schedule_name
 from ortc.plan import load_plan
 from ortc.runtime.schedule import OWN, SCHEDULES, Edges, Schedule, make_schedule
-from ortc.runtime.simulate import Costs, Simulation, grid, plan_costs, simulate
+from ortc.runtime.simulate import Costs, Simulation, plan_costs, simulate
 from ortc.runtime.worker import Routes, schedule_of
 
 LARGEST = 2**20  # stages times micro-batches; each is two or three actions of some hundred bytes
-_FEW_RANKS, _WIDEST = 16, 160  # what is still shown rank by rank, and the widest picture of a step
 
 
 @dataclass(frozen=True)
@@ -108,9 +107,15 @@ def equal_cases(
                 raise RecipeError(f"{parts} stages on {held} ranks do not divide: take a multiple (--stages, --ranks)")
             larger, parts = parts // held, held
         _check_size(parts, count)
-        row = [larger * t for t in (forward, backward - weight, weight)]
-        size, fixed = (larger * stash,) * parts, (larger * static,) * parts
-        costs = Costs(*((t,) * parts for t in row), lambda a, b: transfer, size, size, fixed)
+        costs = Costs(
+            forward=[larger * forward] * parts,
+            backward_input=[larger * (backward - weight)] * parts,
+            backward_weight=[larger * weight] * parts,
+            transfer=lambda a, b: transfer,
+            stash_bytes=[larger * stash] * parts,
+            weight_stash_bytes=[larger * stash] * parts,
+            static_bytes=[larger * static] * parts,
+        )
         cases.append(Case(_make(pipeline, parts, count, held), costs))
     return cases
 
@@ -129,12 +134,15 @@ def report(cases: Sequence[Case], *, in_seconds: bool) -> str:
         rows.append([*sizes, *cells, *([_span(step.peak_bytes, format_bytes)] if with_bytes else [])])
     lines = columns(rows)
     lines.append(
-        "  one step, without the optimizer; ideal: all ranks are always busy; in flight: micro-batches that a rank holds"
+        "  one step, without reductions and optimizer; ideal: all ranks are always busy; in flight: micro-batches of a rank"
     )
     for case, step in zip(cases, steps, strict=True):
-        if case.schedule.ranks <= _FEW_RANKS:
-            lines += _ranks(case, step, in_seconds) if len(cases) == 1 else []
-            lines += _picture(case, named=len(cases) > 1)
+        shown = picture(case.schedule, case.costs, case.edges)
+        if len(cases) == 1 and case.schedule.ranks <= FEW_RANKS:
+            lines += _ranks(case, step, in_seconds)
+        elif shown:
+            lines.append(f"{case.schedule.name}:")
+        lines += shown
     return "\n".join(lines)
 
 
@@ -160,13 +168,6 @@ def _ranks(case: Case, step: Simulation, in_seconds: bool) -> list[str]:
         cells = [str(rank), held, _time(busy, in_seconds), f"{step.idle[rank] / step.end:.1%}", str(step.peak_in_flight[rank])]
         rows.append([*cells, *([format_bytes(step.peak_bytes[rank])] if with_bytes else [])])
     return columns(rows)
-
-
-def _picture(case: Case, named: bool) -> list[str]:
-    lines = grid(case.schedule, case.costs, case.edges).splitlines()
-    if max(map(len, lines), default=0) > _WIDEST:
-        return []
-    return [*([f"{case.schedule.name}:"] if named else []), *lines]
 
 
 def _time(seconds: float, in_seconds: bool) -> str:

@@ -7,6 +7,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,6 +16,12 @@ from rich.table import Table
 from ortc.errors import OrtcError, PlanError
 from ortc.plan import ParameterInfo, Plan, load_plan
 from ortc.recipe import Recipe
+
+if TYPE_CHECKING:
+    from ortc.runtime.schedule import Edges, Schedule
+    from ortc.runtime.simulate import Costs
+
+FEW_RANKS, _WIDEST = 16, 160  # what is shown rank by rank, and the most columns of a picture
 
 
 def inspect_model(path: Path, recipe: Recipe, rules: Sequence[Path] = ()) -> None:
@@ -74,21 +81,32 @@ def inspect_folder(folder: Path, timeline: Path | None = None, schedule_file: Pa
 def _print_pipeline(plan: Plan, timeline: Path | None, schedule_file: Path | None) -> None:
     from ortc.runtime.files import write_text
     from ortc.runtime.schedule import format_schedule
-    from ortc.runtime.simulate import chrome_trace, grid, plan_costs, simulate
+    from ortc.runtime.simulate import chrome_trace, plan_costs, simulate
     from ortc.runtime.worker import Routes, schedule_of
 
     edges = Routes(plan).edges
-    schedule, costs = schedule_of(plan, plan.recipe.pipeline.parts), plan_costs(plan)
-    step = simulate(schedule, costs, edges)
-    print("stages", *stage_lines(plan), sep="\n")
-    print(f"schedule {schedule.name}: {format_seconds(step.end)}, bubble {step.bubble:.1%} (`ortc simulate` compares others)")
-    print(grid(schedule, costs, edges), end="")
+    schedule = schedule_of(plan, plan.recipe.pipeline.parts)
+    if timeline is not None or all(stage.costs for stage in plan.stages):
+        costs = plan_costs(plan)
+        step = simulate(schedule, costs, edges)
+        how = f"{format_seconds(step.end)}, bubble {step.bubble:.1%} (`ortc simulate` compares others)"
+        print("stages", *stage_lines(plan), f"schedule {schedule.name}: {how}", *picture(schedule, costs, edges), sep="\n")
     if timeline is not None:
         write_text(timeline, json.dumps(chrome_trace(step.timed, edges)) + "\n")
         print(f"{timeline}: open it in ui.perfetto.dev or chrome://tracing")
     if schedule_file is not None:
         write_text(schedule_file, format_schedule(schedule))
         print(f"{schedule_file}: edit it, and give it to `ortc compile --pipeline {shlex.quote(str(schedule_file))}`")
+
+
+def picture(schedule: Schedule, costs: Costs, edges: Edges | None) -> list[str]:
+    """A small world's step, a line a rank; nothing of a world that a terminal cannot show."""
+    from ortc.runtime.simulate import grid
+
+    if schedule.ranks > FEW_RANKS:
+        return []
+    lines = grid(schedule, costs, edges).splitlines()
+    return lines if max(map(len, lines), default=0) <= _WIDEST else []
 
 
 def schedule_name(plan: Plan) -> str:

@@ -95,7 +95,9 @@ class Pipeline(_Table):
     """How a step is divided: into stages over ranks, and into micro-batches."""
 
     stages: int = Field(1, ge=1, description="parts of the model, one after the other")
-    ranks: int | None = Field(None, ge=1, description="ranks that hold them; fewer than stages only for `interleaved`")
+    ranks: int | None = Field(
+        None, ge=1, description="ranks that hold them; fewer than stages only for `interleaved` or your own schedule"
+    )
     micro_batches: int | None = Field(
         None, ge=1, description="parts of a batch; default: 1 for one stage, else twice the stages"
     )

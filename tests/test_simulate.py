@@ -127,7 +127,7 @@ def test_a_large_world_has_the_published_bubbles(ortc):
         assert float(rows[name]["ideal"]) == work
         assert rows[name]["bubble"] == f"{idle / (work + idle):.1%}"
         assert rows[name]["in flight"] == held
-    assert "rank" not in out.replace("ranks", "").replace("that a rank", "")
+    assert "rank" not in out.replace("ranks", "").replace("of a rank", "")
 
 
 def test_a_large_world_is_simulated_at_once():
@@ -165,7 +165,7 @@ def test_a_small_world_is_drawn(ortc):
     assert out.splitlines() == [
         "  schedule  stages  ranks  micro-batches  time  ideal  bubble  in flight",
         "      1f1b       3      3              3    15      9   40.0%     1 to 3",
-        "  one step, without the optimizer; ideal: all ranks are always busy; in flight: micro-batches that a rank holds",
+        "  one step, without reductions and optimizer; ideal: all ranks are always busy; in flight: micro-batches of a rank",
         "  rank  stages  busy   idle  in flight",
         "     0       0     9  40.0%          3",
         "     1       1     9  40.0%          2",
@@ -274,6 +274,17 @@ def test_an_own_schedule_trains_as_others_do(ortc, home):
     assert losses(Path("mine"), home, batch=1) == losses(Path("gpipe"), home, batch=1)
 
 
+def test_an_own_schedule_may_put_stages_as_it_likes(ortc, home):
+    """Three stages on two ranks, which no named schedule can do."""
+    Path("mine.txt").write_text("0F0 0F1 2F0 2B0 2F1 2B1 0B0 0B1\n1F0 1F1 1B0 1B1\n")
+    model = [home / "deep.onnx", "--loss", "mse", "--cut", "a1", "--cut", "a2", "--optimizer", "sgd"]
+    assert ortc("compile", *model, "-o", "mine", "--pipeline", "mine.txt")[0] == 0
+    assert ortc("compile", *model, "-o", "gpipe", "--pipeline", "gpipe", "--micro-batches", 2)[0] == 0
+    with Trainer("mine") as trainer:
+        assert [sorted(worker.stages) for worker in trainer._team.workers] == [[0, 2], [1]]
+    assert losses(Path("mine"), home) == losses(Path("gpipe"), home)
+
+
 def test_an_own_schedule_stays_in_the_recipe(ortc, home):
     Path("mine.txt").write_text(MIXED)
     code, out, _ = ortc("compile", home / "deep.onnx", "--loss", "mse", "--pipeline", "mine.txt", "--write-recipe")
@@ -334,6 +345,20 @@ def test_a_folder_says_its_own_sizes(refused, four, home):
     one = stages_of(home, "one")
     assert "one stage" in refused("simulate", one)
     assert "one stage" in refused("inspect", one, "--timeline", "t.json")
+
+
+def test_stages_without_predictions_have_a_schedule_all_the_same(ortc, refused, four):
+    """As of a model that somebody else cut."""
+    plan = json.loads((four / "plan.json").read_text())
+    for stage in plan["stages"]:
+        stage["costs"] = None
+    Path("foreign").mkdir()
+    Path("foreign/plan.json").write_text(json.dumps(plan))
+    code, out, _ = ortc("inspect", "foreign", "--schedule", "s.txt")
+    assert (code, "bubble" in out) == (0, False)
+    assert parse_schedule(Path("s.txt").read_text(), 4).name == "custom"
+    assert "predicts no costs" in refused("inspect", "foreign", "--timeline", "t.json")
+    assert "predicts no costs" in refused("simulate", "foreign")
 
 
 def test_inspect_shows_the_stages_and_writes_timeline_and_schedule(ortc, refused, four):
@@ -422,6 +447,22 @@ def test_the_stash_is_measured_as_it_is_held(ortc, home, four):
     assert min(peaks["gpipe"]) > 0
     held = [4, 3, 2, 1]
     assert peaks["four"] == [n * h // 4 for n, h in zip(peaks["gpipe"], held, strict=True)]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_the_stash_is_what_was_predicted(schedule, ortc, home):
+    """Of the stages that the loss is not part of, with micro-batches of the size that the compiler was told.
+
+    Rank 0 holds, from I to W, the gradient that arrived: that is counted with the boundary's buffers.
+    """
+    options = {"stages": 4, "micro_batches": 4, "cuts": cuts(4), "schedule": schedule, "sizes": {"batch": 10}}
+    folder = stages_of(home, f"stash-{schedule}", **options)
+    flags = ["--data", home / "data.npz", "--batch-size", 40, "--restore", "none", "--metrics", "m.jsonl", "--quiet"]
+    assert ortc("run", folder, *flags, "--steps", 1, "--profile", "p.json")[0] == 0
+    measured = [rank["peak_stash_bytes"] for rank in json.loads(Path("m.jsonl").read_text().splitlines()[-1])["ranks"]]
+    predicted = [stage.costs.stash_bytes for stage in load_plan(folder).stages]
+    arrived = 10 * WIDTH * 4 if schedule == "zb-h1" else 0
+    assert measured[:3] == [predicted[0] + arrived, *predicted[1:3]]
 
 
 def test_without_a_profile_nothing_is_recorded(ortc, home, four):

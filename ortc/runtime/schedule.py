@@ -310,11 +310,11 @@ def execution_order(schedule: Schedule, edges: Edges | None = None) -> Iterator[
 
 
 def in_flight(schedule: Schedule) -> list[int]:
-    """Of each stage, the most micro-batches whose forward has run and whose backward (or its input part) has not."""
+    """Of each stage, the most micro-batches whose forward has run and whose backward (all parts of it) has not."""
     now, peak = [0] * schedule.stages, [0] * schedule.stages
     for row in schedule.actions:
         for action in row:
-            now[action.stage] += {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
+            now[action.stage] += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
             peak[action.stage] = max(peak[action.stage], now[action.stage])
     return peak
 

@@ -61,14 +61,14 @@ def equal_costs(stages: int, forward: float = 1.0, backward_input: float = 1.0, 
 
 
 def plan_costs(plan: Plan) -> Costs:
-    """What the compiler predicted of the stages. From ``I`` to ``W`` the runtime keeps the whole stash.
+    """What the compiler predicted of the stages. From ``I`` to ``W`` as much is kept as before: gradients, for what is done.
 
     Raises:
-        PlanError: nothing was predicted, as there is one stage.
+        PlanError: nothing was predicted.
     """
     costs = [stage.costs for stage in plan.stages if stage.costs is not None]
     if len(costs) < len(plan.stages):
-        raise PlanError("the folder has one stage, and so there is nothing to simulate: compile with --stages N")
+        raise PlanError("the plan predicts no costs: it has one stage, or was not cut by ortc; compile with --stages N")
     stash = [c.stash_bytes // max(c.in_flight, 1) for c in costs]
     return Costs(
         forward=[c.forward_seconds for c in costs],

@@ -157,12 +157,12 @@ def _owned(values: Sequence[Any]) -> list[Any]:
     """OrtValues that stay what they are; those of a binding become the results of its next run (ONNX Runtime 1.19)."""
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
-    held = state.OrtValueVector()
+    made = []
     for value in values:
+        held = state.OrtValueVector()  # one for each: a vector keeps the memory of all that it holds
         held.push_back(value._ortvalue)
-    made = [type(value)(held[i]) for i, value in enumerate(values)]
-    for value in made:
-        value.vector = held
+        made.append(type(value)(held[0]))
+        made[-1].vector = held
     return made
 
 
@@ -247,6 +247,7 @@ class Stage:
         self._kept: dict[int, dict[str, Feed]] = {}
         read_later = [p for name in BACKWARD if name in stage.phases for p in stage.phases[name].inputs]
         self._keep = {key(p) for p in read_later if p.role in ("boundary", "stash")}
+        self._keep_for_weights = {_kept_name(p) for p in _inputs(stage, "backward_weight")}
 
     # Training
 
@@ -317,6 +318,8 @@ class Stage:
                     kept[port.name] = made
         if last:
             self._kept.pop(part.index, None)
+        elif name == "backward_input":
+            self._kept[part.index] = {k: v for k, v in kept.items() if k in self._keep_for_weights}
         return leaving
 
     def kept_bytes(self, micro_batch: int) -> int:
@@ -358,7 +361,7 @@ class Stage:
             if port.role in ("boundary", "stash"):
                 feeds.append(values[key(port)])
             elif port.role == "boundary_gradient":
-                feeds.append(gradients[f"{key(port)} {peer(port)}"])
+                feeds.append(gradients[_kept_name(port)])
             else:
                 feeds.append(part.batch[key(port)])
         return phase.run(feeds)
@@ -429,6 +432,11 @@ def peer(port: Port) -> int:
     if not port.stages:
         raise PlanError(f"the plan gives no stage for the boundary {port.name!r}; compile the model again")
     return port.stages[0]
+
+
+def _kept_name(port: Port) -> str:
+    """What a value is called among those that a micro-batch keeps: of a gradient, the value and where it was read."""
+    return f"{key(port)} {peer(port)}" if port.role == "boundary_gradient" else key(port)
 
 
 def _updated(stage: StagePlan, replica: int) -> list[str]:

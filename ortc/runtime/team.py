@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ortc import __version__
+from ortc.errors import CheckpointError
 from ortc.plan import Plan
 from ortc.runtime.transport import (
     RankFailed,
@@ -42,12 +43,13 @@ class Team:
             # An error in one rank ends all: until the world closes, everything happens in it.
             worlds[0].__enter__()
             self._world: Transport | None = worlds[0]
-            handshake(worlds[0], {"ortc": __version__, "plan": plan.identity(), "folder of": plan.model})
         if threads is None and self.size > 1:
             threads = max((os.cpu_count() or 1) // self.size, 1)
         self.threads = threads
         self._pool = ThreadPoolExecutor(len(worlds)) if len(worlds) > 1 else None
         try:
+            if self._mpi:
+                handshake(worlds[0], {"ortc": __version__, "plan": plan.identity(), "folder of": plan.model})
             self.workers = self._run(worlds, lambda world: Worker(folder, plan, world, threads))
         except BaseException as error:
             self.fail(error)
@@ -58,11 +60,14 @@ class Team:
         """What the function returns on each rank of this process, in order.
 
         Raises:
-            BaseException: what the first rank that failed raised; under MPI the others end.
+            BaseException: what the first rank that failed raised. Under MPI that ends all ranks, for the others are not told
+                of it; only a CheckpointError has been heard by all.
         """
         try:
             return self._run(self.workers, function, lambda w: w.world)
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, CheckpointError):
+                self.fail(error)
             if self._pool is not None:  # the others were told of the failure; now they can go on
                 for worker, world in zip(self.workers, thread_world(self.size), strict=True):
                     worker.connect(world)

@@ -230,7 +230,8 @@ class Trainer:
             self.step_number = number
             return StepResult(number, loss, lr, norm, samples, skipped=True)
         if not finite:
-            raise NotFiniteError(_describe_not_finite(number, loss, self._gradients(), [part.batch for part in parts]))
+            bad = self._team.each(lambda w: w.not_finite())[0]
+            raise NotFiniteError(_describe_not_finite(number, loss, bad, [part.batch for part in parts]))
         most = self.plan.recipe.optimizer.max_norm
         factor = (1.0 if most is None or norm <= most else most / norm) / scale
         updates = number - self.scaling.skipped
@@ -351,13 +352,12 @@ def _holds_damage(parts: Sequence[Part]) -> bool:
     return any(a.dtype.kind == "f" and not np.isfinite(a).all() for part in parts for a in part.batch.values())
 
 
-def _describe_not_finite(step: int, loss: float, gradients: Mapping[str, np.ndarray], batches: Sequence[Batch]) -> str:
+def _describe_not_finite(step: int, loss: float, bad: Sequence[str], batches: Sequence[Batch]) -> str:
     arrays = [(name, a) for batch in batches for name, a in batch.items() if a.dtype.kind == "f"]
     damaged = list(dict.fromkeys(name for name, a in arrays if not np.isfinite(a).all()))
     advice = "try a lower learning rate, a warm-up, or look at this batch"
     if damaged:
         advice = f"the batch itself holds NaN or infinity, in {', '.join(map(repr, damaged))}"
-    bad = [name for name, g in gradients.items() if not np.isfinite(g).all()]
     shown = ", ".join(map(repr, bad[:10])) + (f" and {len(bad) - 10} more" if len(bad) > 10 else "")
     which = f"not finite are the gradients of {shown}" if bad else "all gradients are finite"
     return f"step {step}: the loss is {loss:g}; {which}. The weights are those of step {step - 1}: {advice}"

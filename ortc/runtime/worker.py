@@ -202,6 +202,13 @@ class Worker:
             self.peers.all_reduce(squares)
         return float(sum(squares))
 
+    def not_finite(self) -> list[str]:
+        """The parameters whose gradients are not finite, on any rank; all call this together."""
+        stages = self.stages.values()
+        own = [n for stage in stages for n, g in stage.gradients.items() if n in stage.own and not np.isfinite(g).all()]
+        found = {name for names in self.world.broadcast_object(self.world.gather_object(own)) for name in names}
+        return [p.name for p in self.plan.parameters if p.name in found]
+
     def close(self) -> None:
         """Release the sessions."""
         for stage in self.stages.values():

@@ -141,8 +141,9 @@ def test_an_infinite_gradient_of_a_finite_loss_is_told(tmp_path: Path):
     batch = tiny.data()
     batch["x"][:, 0] = 3e38  # in x·W1 it meets zeros, in dW1 = xᵀ·dh large numbers
     with Trainer(tmp_path / "f") as trainer:
-        trainer._stage.values["fc/1.weight"][...] = 0
-        trainer._stage.values["fc/2.weight"][...] *= 1e10
+        held = trainer._team.workers[0].stages[0].values
+        held["fc/1.weight"][...] = 0
+        held["fc/2.weight"][...] *= 1e10
         before = {name: a.copy() for name, a in trainer.parameters.items()}
         message = r"the loss is [0-9.e+]+; not finite are the gradients of 'fc/1.weight'\."
         with pytest.raises(NotFiniteError, match=message):
