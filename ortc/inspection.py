@@ -130,7 +130,8 @@ def stage_lines(plan: Plan) -> list[str]:
         rows.append((str(stage.index), str(c.nodes), count, *cells))
     seconds = [c.seconds for _, c in table]
     slowest = max(seconds) * len(seconds) / sum(seconds)
-    return [*columns(rows), f"  predicted, of one micro-batch; the slowest stage takes {slowest:.3f} of the mean"]
+    note = f"predicted, of one micro-batch, the memory of all in flight; the slowest stage takes {slowest:.3f} of the mean"
+    return [*columns(rows), f"  {note}"]
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -23,7 +23,7 @@ _BATCH, _OTHER = 8, 128
 
 # Nodes that only look at a value otherwise: a backward that has what they read runs them again, instead of keeping more.
 _SIZES = frozenset({"Shape", "Size"})
-_VIEWS = _SIZES | {"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}
+_VIEWS = frozenset({"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}) | _SIZES
 
 
 @dataclass(frozen=True)
@@ -231,16 +231,19 @@ def _stash(graph: ir.Graph, ahead: list[ir.Value], behind: list[ir.Value]) -> li
     """What the backward needs of the forward's values."""
     forward, _ = needed(ahead, set())
     made = {v for node in forward for v in node.outputs}
-    # Of a value whose sizes alone are asked for, those are kept.
-    made.update(v for n in graph if n.op_type in _SIZES and not n.domain and n.inputs[0] in made for v in n.outputs)
+    for node in graph:  # what the backward alone wants to know of sizes, the forward tells
+        if node.op_type in _SIZES and not node.domain and all(v in made or role(v) == "boundary" for v in read_by(node)):
+            made.update(node.outputs)
     _, kept = needed(behind, made)
+    given = made | {v for v in graph.inputs if role(v) == "boundary"}
     wanted = [v for node in graph for v in node.outputs if v in kept]
-    # Views are looked at again where what they view is at hand, in the order of the graph, until none is left.
+    # Views are looked at again where what they view is at hand.
     stash: list[ir.Value] = []
+    read = {v for v in kept if role(v) == "boundary"}
     for value in wanted:
         node = value.producer()
         assert node is not None
-        if not _at_hand(node, set(stash), made):
+        if not _at_hand(node, read | set(stash), given):
             stash.append(value)
     return stash
 

@@ -326,16 +326,25 @@ def test_a_folder_is_simulated_with_its_own_costs(ortc, four):
     assert of_plan["1f1b"]["in flight"] == "1 to 4"
 
 
+def test_the_parts_of_a_backward_are_told(four):
+    """A product has one for either operand, as dear as the forward; a tanh has 0.3 of its forward, for its input."""
+    costs = load_plan(four).stages[1].costs
+    product = costs.backward_weight_seconds
+    tanh = costs.forward_seconds - product
+    assert product > 0
+    assert costs.backward_input_seconds == pytest.approx(product + 0.3 * tanh)
+
+
 def test_the_memory_of_a_folder_grows_with_the_micro_batches_in_flight(ortc, four):
     from ortc.inspection import format_bytes
 
-    [*_, last] = [stage.costs for stage in load_plan(four).stages]
-    assert last.in_flight == 1
-    static = last.memory_bytes - last.stash_bytes
+    first = load_plan(four).stages[0].costs
+    assert first.in_flight == 4
+    static = first.memory_bytes - first.stash_bytes
     for count in (1, 8):
         out = ortc("simulate", four, "--pipeline", "gpipe", "--micro-batches", count)[1]
         ranks = table(out[out.index("\n  rank ") + 1 :])
-        assert ranks["3"]["memory"] == format_bytes(static + count * last.stash_bytes)
+        assert ranks["0"]["memory"] == format_bytes(static + count * first.stash_bytes / 4)
 
 
 def test_a_folder_says_its_own_sizes(refused, four, home):

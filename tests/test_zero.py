@@ -127,6 +127,28 @@ def test_a_rank_keeps_only_its_shard(tmp_path: Path):
         assert max(each) < 0.6 * whole[rank, 0]
 
 
+def test_gradients_are_whole(tmp_path: Path):
+    """Each replica has summed its own only; who asks for gradients gets every one from where it is whole."""
+    found = []
+    for zero in (0, 1):
+        compiled(GPT, tmp_path / str(zero), {"stages": 2, "replicas": 2, "micro_batches": 2, "zero": zero})
+        with Trainer(tmp_path / str(zero), threads=1) as trainer:
+            found.append(trainer.gradients(text(6))[1])
+    same_bits(found[0], found[1])
+
+
+def test_a_replica_may_have_nothing_to_update(tmp_path: Path):
+    """Two parameters train, over three replicas."""
+    few = {"parameters": {"train": ["*ln_f*"]}}
+    plan = compiled(GPT, tmp_path / "sharded", {"replicas": 3, "micro_batches": 1, "zero": 1}, **few)
+    compiled(GPT, tmp_path / "whole", {"replicas": 3, "micro_batches": 1}, **few)
+    assert [phase for phase in plan.stages[0].phases if phase.startswith("optimizer")] == ["optimizer.0", "optimizer.1"]
+    batches = [text(6, seed) for seed in range(2)]
+    whole, sharded = (trained(tmp_path / name, batches) for name in ("whole", "sharded"))
+    assert sharded["bytes"][0, 2] == 0
+    same_bits(whole["values"], sharded["values"])
+
+
 def test_owners_are_balanced_and_agree_over_stages():
     stages = [{"tied": 70, "a": 40, "b": 30}, {"c": 90, "tied": 70, "d": 10, "e": 10}]
     owners = _owners(stages, 2)

@@ -114,6 +114,7 @@ class Phase:
         self.loose = [p for p in graph.inputs if p.role in LOOSE]
         self._reads_data = any(p.role in ("data", "label", "output") for p in self.loose)
         self._free: list[Port] = []
+        self._nothing = self._value(np.zeros((), np.float32))
 
     def bind_input(self, port: Port, array: np.ndarray) -> None:
         """Let the session read the array's memory; it must outlive the binding."""
@@ -147,10 +148,13 @@ class Phase:
         except Exception as error:
             kind = DataError if self._reads_data else OrtcError
             raise kind(f"ONNX Runtime fails in {self.graph.file}: {_first_line(error)}") from None
-        if not self._free:
-            return []
-        values = self.binding.get_outputs()[-len(self._free) :]  # in the order of binding
-        return list(zip(self._free, _owned(values), strict=True))
+        values = _owned(self.binding.get_outputs()[-len(self._free) :]) if self._free else []  # in the order of binding
+        # A binding holds what it read and made, until something else is bound.
+        for port in self.loose:
+            self.binding.bind_ortvalue_input(port.name, self._nothing)
+        for port in self._free:
+            self.binding.bind_output(port.name, "cpu")
+        return list(zip(self._free, values, strict=True))
 
 
 def _owned(values: Sequence[Any]) -> list[Any]:
@@ -223,8 +227,8 @@ class Stage:
         self.folder, self.plan, self.stage, self.threads = folder, plan, stage, threads
         infos = {p.name: p for p in plan.parameters}
         pipeline = plan.recipe.pipeline
-        shards = [_updated(stage, r) for r in range(pipeline.replicas if pipeline.zero else 1)]
-        self.own = frozenset(_updated(stage, replica))
+        shards = [_trained(stage, r) for r in range(pipeline.replicas)] if pipeline.zero else [_trained(stage)]
+        self.own = frozenset(shards[replica if pipeline.zero else 0])
         self.trained, values = _buckets([[infos[n] for n in shard] for shard in shards])
         self.reduced, gradients = _buckets([[infos[n] for n in shard] for shard in shards])
         self.gradients = {n: gradients[n] for n in stage.parameters if n in gradients}
@@ -439,9 +443,12 @@ def _kept_name(port: Port) -> str:
     return f"{key(port)} {peer(port)}" if port.role == "boundary_gradient" else key(port)
 
 
-def _updated(stage: StagePlan, replica: int) -> list[str]:
-    """The parameters that a replica updates."""
-    return [key(p) for p in _inputs(stage, stage.optimizer(replica)) if p.role == "parameter"]
+def _trained(stage: StagePlan, replica: int | None = None) -> list[str]:
+    """The parameters that have a gradient; of a replica, those that it updates."""
+    graphs = [graph for name, graph in stage.phases.items() if replica is None or name == stage.optimizer(replica)]
+    names = dict.fromkeys(key(p) for g in graphs for p in (*g.inputs, *g.outputs) if p.role == "gradient")
+    held = set(stage.parameters)  # others are gradients of data inputs
+    return [name for name in names if name in held]
 
 
 def _inputs(stage: StagePlan, phase: str) -> list[Port]:

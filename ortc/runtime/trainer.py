@@ -256,7 +256,8 @@ class Trainer:
 
         Returns:
             The loss, and the gradients by the names of the parameters (and of the recipe's ``wrt`` inputs). A weight that the
-            model's file holds a second time, transposed, has its whole gradient under both names.
+            model's file holds a second time, transposed, has its whole gradient under both names. Under MPI those of this
+            process's stages, and with ``--zero 1`` of its shard.
 
         Raises:
             DataError: the batch does not fit.

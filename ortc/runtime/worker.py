@@ -276,6 +276,7 @@ class Worker:
             self._outbox[kind, stage, to, micro_batch] = list(values.values())
 
     def _send(self, kind: str, stage: int, to: int, micro_batch: int) -> None:
+        self._sending = [(request, array) for request, array in self._sending if not request.done()]
         for value in self._outbox.pop((kind, stage, to, micro_batch), []):
             array = view(value)
             self._sending.append((self.pipe.send(array, self.rank_of[to], self._tag(stage, to)), array))

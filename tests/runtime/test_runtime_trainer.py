@@ -210,7 +210,6 @@ def test_nothing_trains_without_an_optimizer(tmp_path: Path):
     del data["stages"][0]["phases"]["optimizer"]
     (tmp_path / "f" / "plan.json").write_text(dump_plan(Plan.model_validate(data)), encoding="utf-8")
     with Trainer(tmp_path / "f") as trainer:
-        assert trainer.gradients(tiny.data())[1]
         with pytest.raises(OrtcError, match="none of the model's parameters trains"):
             trainer.step(tiny.data())
 
