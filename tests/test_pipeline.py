@@ -25,6 +25,7 @@ from ortc.plan import Plan
 from ortc.recipe import parse_recipe
 from ortc.runtime import checkpoint
 from ortc.runtime.run import run
+from ortc.runtime.stage import Stage, view
 
 DATA = Path(__file__).parent / "data"
 Batch = dict[str, np.ndarray]
@@ -195,6 +196,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "4 stages, zb-h1": {"stages": 4, "micro_batches": 4, "schedule": "zb-h1"},
     "4 stages on 2 ranks": {"stages": 4, "micro_batches": 4, "schedule": "interleaved", "ranks": 2},
     "2 stages, 2 replicas": {"stages": 2, "micro_batches": 2, "replicas": 2},
+    "2 stages, 2 replicas, ZeRO-1": {"stages": 2, "micro_batches": 2, "replicas": 2, "zero": 1},
     "4 replicas": {"micro_batches": 1, "replicas": 4},
 }
 
@@ -252,22 +254,28 @@ SOME = {
     "3 stages, zb-h1": {"stages": 3, "micro_batches": 4, "schedule": "zb-h1"},
     "4 stages on 2 ranks": {"stages": 4, "micro_batches": 4, "schedule": "interleaved", "ranks": 2},
     "2 stages, 2 replicas": {"stages": 2, "micro_batches": 2, "replicas": 2},
+    "2 stages, 2 replicas, ZeRO-1": {"stages": 2, "micro_batches": 2, "replicas": 2, "zero": 1},
     "3 replicas": {"micro_batches": 1, "replicas": 3},
 }
 WEIGHTS = [0.5, 2.0, 1.0, 0.0, 3.0]
 
 
 @pytest.mark.parametrize("layout", list(SOME))
-@pytest.mark.parametrize("samples", [7, 2, 1])
 @pytest.mark.parametrize("loss", [{}, {"ignore_index": 0}, {"class_weights": WEIGHTS}, {"reduction": "sum"}], ids=str)
-def test_uneven_micro_batches_count_what_they_hold(mlp: Path, layout: str, samples: int, loss: dict, tmp_path: Path):
-    batch = points(samples, seed=3)
-    batch["labels"][:2] = [0, 1][:samples] if samples == 7 else [1, 2][:samples]
+def test_uneven_micro_batches_count_what_they_hold(mlp: Path, layout: str, loss: dict, tmp_path: Path):
+    """Also where a batch has fewer samples than there are micro-batches, or replicas."""
     terms = [{"name": "cross_entropy", "options": loss}]
-    expected = gradients(mlp, tmp_path / "whole", {}, batch, loss=terms)
-    found = gradients(mlp, tmp_path / "parts", SOME[layout], batch, loss=terms)
-    assert found[0] == pytest.approx(expected[0], rel=1e-6)
-    assert apart(expected[1], found[1]) < 1e-6
+    compiled(mlp, tmp_path / "whole", {}, loss=terms)
+    compiled(mlp, tmp_path / "parts", SOME[layout], loss=terms)
+    for samples in (1, 2, 7):  # a replica's first step may be one without a sample
+        batch = points(samples, seed=3)
+        batch["labels"][:2] = [1, 2][:samples] if samples < 7 else [0, 1]
+        with Trainer(tmp_path / "whole", threads=1) as whole, Trainer(tmp_path / "parts", threads=1) as parts:
+            (a, ga), (b, gb) = whole.gradients(batch), parts.gradients(batch)
+            assert b == pytest.approx(a, rel=1e-6)
+            assert apart(ga, gb) < 1e-6
+            for _ in range(2):
+                assert parts.step(batch).loss == pytest.approx(whole.step(batch).loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", list(SOME))
@@ -449,6 +457,69 @@ def test_a_skip_over_many_stages_of_few_ranks(tmp_path: Path):
     assign = {f"{x}{i}": i for i in range(6) for x in ("ph" if i == 0 else "phs")} | {"logits": 5}
     pipeline = {"stages": 6, "micro_batches": 4, "schedule": "interleaved", "ranks": 2, "assign": assign}
     same_as_whole(model, tmp_path, points(8), pipeline)
+
+
+@pytest.mark.parametrize("layout", list(SOME))
+def test_an_input_that_has_no_samples_goes_to_every_micro_batch(layout: str, tmp_path: Path):
+    """A table of as many rows as the batch has samples, by chance."""
+    lines = ["mixed = MatMul(table, w)  rows = Gather(mixed, at)", dense("rows", "h0", 0)]
+    lines.append(dense("h0", "logits", 1, active=False))
+    shapes = "int64[n] at, float[k, k] table"
+    model = build(tmp_path / "m.onnx", shapes, "float[n, 5] logits", lines, {**layers(6, 16, 5), "w": (8, 6)})
+    random = np.random.default_rng(0)
+    table = random.standard_normal((8, 8)).astype(np.float32)
+    batch = {"at": random.integers(0, 8, 8), "table": table, "labels": random.integers(0, 5, 8)}
+    expected = gradients(model, tmp_path / "whole", {}, batch, wrt=["table"])
+    found = gradients(model, tmp_path / "parts", SOME[layout], batch, wrt=["table"])
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert apart(expected[1], found[1]) < 1e-6
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def held_at_most(trainer: Trainer, batch: Batch) -> dict[int, int]:
+    """The most bytes that each stage holds in a step: weights, gradients, states, what it keeps for the backward, and what
+    has just arrived or is about to leave. Memory that several of them share counts once."""
+    peaks: dict[int, int] = {}
+
+    def watched(stage: Stage, name: str) -> None:
+        run = getattr(stage, name)
+        static = [*stage.values.values(), *stage.gradients.values(), *stage.states.values()]
+
+        def counting(*arguments: Any, **options: Any) -> Any:
+            arrived = next(a for a in arguments if isinstance(a, dict))
+            before = [v for kept in stage._kept.values() for v in kept.values()]
+            made = run(*arguments, **options)
+            after = [v for kept in stage._kept.values() for v in kept.values()]
+            arrays = [v if isinstance(v, np.ndarray) else view(v) for v in [*before, *after, *arrived.values(), *made.values()]]
+            held = {a.ctypes.data: a.nbytes for a in [*static, *arrays]}
+            peaks[stage.stage.index] = max(peaks.get(stage.stage.index, 0), sum(held.values()))
+            return made
+
+        setattr(stage, name, counting)
+
+    for worker in trainer._team.workers:
+        for stage in worker.stages.values():
+            watched(stage, "forward")
+            watched(stage, "backward")
+    trainer.step(batch)
+    return peaks
+
+
+@pytest.mark.parametrize(
+    "layout", ["2 stages, gpipe", "2 stages, 1f1b", "4 stages, gpipe", "4 stages, 1f1b", "4 stages on 2 ranks"]
+)
+def test_stages_hold_what_the_plan_predicts(layout: str, tmp_path: Path):
+    task = TASKS["gpt"]
+    batch = task.batch(np.random.default_rng(0))
+    pipeline = {**LAYOUTS[layout], "sizes": {"batch": 2, "sequence": 7}}
+    plan = compiled(task.model(tmp_path), tmp_path / "o", pipeline, loss=[task.loss], optimizer={"name": "adamw"})
+    with Trainer(tmp_path / "o", threads=1) as trainer:
+        found = held_at_most(trainer, batch)
+    for stage in plan.stages:
+        assert stage.costs is not None
+        assert found[stage.index] == pytest.approx(stage.costs.memory_bytes, rel=0.15), (found, stage.index)
 
 
 # ---- a model of fixed batch size -------------------------------------------------------------------------------------

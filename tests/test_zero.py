@@ -22,9 +22,11 @@ from ortc import Trainer
 from ortc.artifacts import compile
 from ortc.errors import NotFiniteError, PlanError, RecipeError
 from ortc.passes.optimizer import _owners
-from ortc.plan import Plan
+from ortc.plan import ParameterInfo, Plan
 from ortc.recipe import parse_recipe
+from ortc.runtime.batch import ALIGNMENT
 from ortc.runtime.checkpoint import read_index
+from ortc.runtime.stage import _buckets
 from ortc.runtime.transport import thread_world
 from ortc.runtime.worker import Worker
 
@@ -155,6 +157,31 @@ def test_owners_are_balanced_and_agree_over_stages():
     loads = [[sum(size for n, size in stage.items() if owners[n] == r) for r in (0, 1)] for stage in stages]
     assert loads == [[70, 70], [90, 90]] or loads == [[70, 70], [90, 90]][::-1]
     assert owners["tied"] != owners["c"]
+
+
+def test_arrays_side_by_side_are_aligned_and_apart():
+    """Of two types, a scalar and an empty one among them; each shard is a stretch of the memory."""
+    shapes = {
+        "a": ("float32", [3, 5]),
+        "b": ("float16", [7]),
+        "c": ("float32", []),
+        "d": ("float32", [0, 2]),
+        "e": ("float32", [64]),
+    }
+    infos = {
+        name: ParameterInfo(name=name, role="parameter", dtype=dtype, shape=shape, trainable=True, reason="")
+        for name, (dtype, shape) in shapes.items()
+    }
+    buckets, arrays = _buckets([[infos["a"], infos["b"]], [], [infos[name] for name in "cde"]])
+    assert [(b.memory.dtype.name, b.sizes) for b in buckets] == [("float32", [16, 0, 80]), ("float16", [32, 0, 0])]
+    for name, array in arrays.items():
+        assert (array.dtype.name, list(array.shape)) == shapes[name]
+        assert array.flags.c_contiguous
+        assert array.ctypes.data % ALIGNMENT == 0
+        array[...] = ord(name)
+    assert all((array == ord(name)).all() for name, array in arrays.items())
+    shards = np.split(buckets[0].memory, np.cumsum(buckets[0].sizes)[:-1])
+    assert [np.unique(s).tolist() for s in shards] == [[0, ord("a")], [], [0, ord("c"), ord("e")]]
 
 
 def test_a_tensor_beyond_its_share_is_told(tmp_path: Path):
