@@ -63,6 +63,8 @@ def compile_(
     schedule: Annotated[str | None, typer.Option(help="constant, linear, cosine or polynomial")] = None,
     warmup: Annotated[int | None, typer.Option(help="steps of linear warm-up")] = None,
     clip_norm: Annotated[float | None, typer.Option(help="clip the gradients to this norm, all together")] = None,
+    precision: Annotated[str | None, typer.Option(metavar="fp32|fp16|bf16", help="type of products; weights stay fp32")] = None,
+    loss_scale: Annotated[str | None, typer.Option(metavar="none|dynamic|NUMBER", help="default: dynamic for fp16")] = None,
     stages: Annotated[int | None, typer.Option(min=1, help="parts of the model, for as many pipeline ranks")] = None,
     micro_batches: Annotated[int | None, typer.Option(min=1, help="parts of a batch; gradients add up over them")] = None,
     pipeline: Annotated[
@@ -96,7 +98,8 @@ def compile_(
     schedule_text, sizes = read_pipeline(pipeline) if pipeline is not None else (None, {})
     chosen = build_recipe(
         recipe, loss=loss, train=train, freeze=freeze, wrt=wrt, batch_norm=batch_norm, optimizer=optimizer, lr=lr,
-        schedule=schedule, warmup=warmup, seed=seed, target=target, clip_norm=clip_norm,
+        schedule=schedule, warmup=warmup, seed=seed, target=target, clip_norm=clip_norm, precision=precision,
+        loss_scale=loss_scale,
         pipeline={
             "stages": stages or (len(cut) + 1 if cut else sizes.get("stages")), "schedule": schedule_text,
             "micro_batches": micro_batches or sizes.get("micro_batches"), "ranks": ranks or sizes.get("ranks"),
@@ -316,6 +319,8 @@ def build_recipe(
     seed: int | None = None,
     target: str | None = None,
     clip_norm: float | None = None,
+    precision: str | None = None,
+    loss_scale: str | None = None,
     pipeline: dict[str, Any] | None = None,
 ) -> Recipe:
     """A recipe file (or the defaults) with the flags that were given on top.
@@ -335,6 +340,8 @@ def build_recipe(
         (fields["parameters"], {"train": train or None, "freeze": freeze or None}),
         (fields["learning_rate"], {"base": lr, "schedule": schedule, "warmup": warmup}),
         (fields["optimizer"], {"max_norm": clip_norm}),
+        (fields["precision"], {"type": precision}),
+        (fields["precision"]["loss_scale"], _loss_scale(loss_scale)),
         (fields["pipeline"], pipeline or {}),
         (fields, {"wrt": wrt or None, "batch_norm": batch_norm, "seed": seed, "target": target}),
     )
@@ -394,6 +401,16 @@ def parse_bytes(text: str) -> int:
     if count < 0:
         raise RecipeError(f"{text!r} is no size: write it like 4GiB, 500MB or 1000000")
     return count
+
+
+def _loss_scale(text: str | None) -> dict[str, Any]:
+    """``dynamic``, ``none``, or the number of a static one."""
+    if text is None or text in ("none", "dynamic", "auto"):
+        return {"mode": text}
+    try:
+        return {"mode": "static", "initial": float(text)}
+    except ValueError:
+        raise RecipeError(f"--loss-scale: {text!r} is neither none, dynamic nor a number") from None
 
 
 def parse_loss(text: str) -> dict[str, Any]:

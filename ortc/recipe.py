@@ -66,6 +66,31 @@ class Parameters(_Table):
     freeze: list[str] = Field(default_factory=list, description="globs; wins over `train`")
 
 
+class LossScale(_Table):
+    """What the loss is multiplied with, so that small gradients are no zeros in float16 (arXiv 1710.03740)."""
+
+    mode: Literal["auto", "none", "static", "dynamic"] = Field("auto", description="auto: dynamic for fp16, else none")
+    initial: float = Field(65536.0, gt=0, description="the first, or the static one")
+    growth: float = Field(2.0, gt=1, description="factor after a number of good steps")
+    backoff: float = Field(0.5, gt=0, lt=1, description="factor after an overflow")
+    interval: int = Field(2000, ge=1, description="good steps before it grows")
+
+
+class Precision(_Table):
+    """Mixed precision: which type products have, and exceptions from the table of operators."""
+
+    type: Literal["fp32", "fp16", "bf16"] = Field("fp32", description="the type of products; weights stay in float32")
+    operators: dict[str, str] = Field(default_factory=dict, description="operator -> low, full, follow or widest")
+    nodes: dict[str, str] = Field(default_factory=dict, description="node-name glob -> the same; the first that matches wins")
+    loss_scale: LossScale = Field(default_factory=LossScale)
+
+    @property
+    def scaling(self) -> str:
+        """``none``, ``static`` or ``dynamic``."""
+        mode = self.loss_scale.mode
+        return mode if mode != "auto" else "dynamic" if self.type == "fp16" else "none"
+
+
 class Pipeline(_Table):
     """How a step is divided: into stages over ranks, and into micro-batches."""
 
@@ -115,6 +140,7 @@ class Recipe(_Table):
     optimizer: Optimizer = Field(default_factory=Optimizer)
     groups: list[Group] = Field(default_factory=list)
     learning_rate: LearningRate = Field(default_factory=LearningRate)
+    precision: Precision = Field(default_factory=Precision)
     pipeline: Pipeline = Field(default_factory=Pipeline)
     seed: int = Field(0, ge=0, lt=2**31, description="seed of dropout, and of the data order in a run")
 

@@ -22,6 +22,19 @@ class Target(BaseModel):
         default_factory=dict, description="operators with a lowering that stay as they are, by domain::name, and their types"
     )
 
+    narrow: dict[str, list[str]] = Field(
+        default_factory=dict,
+        description="element types that few operators have kernels for, and those; all others compute in float32 between casts",
+    )
+
+    lacks: dict[str, list[str]] = Field(
+        default_factory=dict, description="of other element types, the operators that it has no right kernel for"
+    )
+
+    def misses(self, op_type: str, dtype: str) -> bool:
+        """Whether the target has no kernel for this operator and element type."""
+        return op_type in self.lacks.get(dtype, ()) or (dtype in self.narrow and op_type not in self.narrow[dtype])
+
     def keeps(self, domain: str, op_type: str, dtype: str) -> bool:
         """Whether the target's own kernel is taken for this operator and element type."""
         return dtype in self.kernels.get(f"{domain}::{op_type}" if domain else op_type, ())

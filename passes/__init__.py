@@ -11,6 +11,7 @@ from ortc.passes.loss import AttachLoss
 from ortc.passes.optimizer import BuildOptimizer
 from ortc.passes.parameters import ChooseParameters, DecideTraining
 from ortc.passes.pipeline import CleanUp, Decompose, Gradients, Lower, Prepare, Simplify, Upgrade
+from ortc.passes.precision import CastToHalf
 from ortc.passes.quantization import PairQuantizers
 from ortc.passes.stages import CutStages, SplitPhases
 
@@ -28,6 +29,7 @@ def standard() -> list[Pass]:
         AttachLoss(),
         DecideTraining(),
         ForkEvaluation(),
+        CastToHalf(),
         TrainingForm(),
         CutStages(),
         Gradients(),

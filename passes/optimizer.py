@@ -220,7 +220,7 @@ def state_slots(c: Compilation) -> float:
 def _optimizer(c: Compilation, declared: Declared, held: list[tuple[ParameterInfo, ir.Value]]) -> ir.Model:
     model = new_graph("optimizer", c.target.opset, c.target.ir_version)
     op = Builder(model.graph)
-    scalars = _scalars(op, clipped=c.recipe.optimizer.max_norm is not None)
+    scalars = _scalars(op, clipped=c.recipe.optimizer.max_norm is not None or c.recipe.precision.scaling != "none")
     outputs: list[ir.Value] = []
     for info, value in held:
         outputs += _update(op, declared, c, info, value, scalars)

@@ -16,6 +16,7 @@ from ortc.graph.names import all_graphs
 from ortc.graph.shapes import is_float
 from ortc.passes.inlining import take_place
 from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
+from ortc.passes.precision import widen_missing
 from ortc.passes.sequences import resolve_sequences
 from ortc.passes.sharing import tie_copies, unmerge
 from ortc.passes.spellings import respell
@@ -96,11 +97,17 @@ class Gradients(Pass):
         returned: dict[str, list[int]] = {}
         for stage, phases in reversed(list(enumerate(c.stages))):
             if "train" in phases:
-                _differentiate(phases["train"].graph, stage, trained, crossing, returned)
+                scale = None if c.recipe.precision.scaling == "none" else _loss_scale
+                _differentiate(phases["train"].graph, stage, trained, crossing, returned, scale)
 
 
 def _differentiate(
-    graph: ir.Graph, stage: int, trained: Container[str], crossing: Container[str | None], returned: dict[str, list[int]]
+    graph: ir.Graph,
+    stage: int,
+    trained: Container[str],
+    crossing: Container[str | None],
+    returned: dict[str, list[int]],
+    scale: Callable[[Builder, ir.Value], ir.Value] | None,
 ) -> None:
     """Append the backward of one stage.
 
@@ -110,12 +117,13 @@ def _differentiate(
         trained: parameters (and data inputs) that want a gradient.
         crossing: values between stages that want one.
         returned: of such a value, the stages that give back a gradient; this one's are added.
+        scale: makes the gradient of the loss; None: it is 1.
     """
     op = Builder(graph)
     seeds = {}
     for value in graph.outputs:
         if role(value) == "loss":
-            seeds[value] = loss_seed(op, value)
+            seeds[value] = loss_seed(op, value) if scale is None else scale(op, value)
         elif role(value) == "boundary" and of(value) in returned:
             seeds[value] = _arriving(op, value, sorted(returned[of(value)]))
     wanted = [v for v in graph.inputs if of(v) in trained and role(v) in ("parameter", "data")]
@@ -136,6 +144,13 @@ def _differentiate(
             graph.outputs.append(set_role(gradients[value], "boundary_gradient", of=of(value)))
             set_stages(gradients[value], stages_of(value) or [])
     graph.outputs.extend(v for v in outputs if role(v) == "buffer")
+
+
+def _loss_scale(op: Builder, loss: ir.Value) -> ir.Value:
+    """The gradient of the loss is a number that the runtime gives."""
+    value = ir.Value(name=op.names.fresh("loss_scale"), type=loss.type, shape=ir.Shape(()))
+    op.graph.inputs.append(set_role(value, "scalar", of="loss_scale"))
+    return value
 
 
 def _arriving(op: Builder, value: ir.Value, stages: list[int]) -> ir.Value:
@@ -161,6 +176,7 @@ class Lower(Pass):
     def run(self, c: Compilation) -> None:
         for model in _finishing(c):
             lower(model.graph, lambda n: not keeps(c.target, n))
+            widen_missing(model.graph, c.target)
 
 
 def _finishing(c: Compilation) -> list[ir.Model]:

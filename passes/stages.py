@@ -125,11 +125,38 @@ def _cut_into(c: Compilation, phase: str, model: ir.Model, places: dict[str, tup
     for s, piece in enumerate(cut(model, len(c.stages), lambda node: places[node.name or ""])):
         if piece is None:
             continue
+        op = Builder(piece.model.graph)
         for arriving, value, source in piece.arriving:
-            set_stages(set_role(arriving, "boundary", of=value.name), [source])
+            set_stages(set_role(_as_wide_input(op, arriving), "boundary", of=value.name), [source])
         for leaving, value, readers in piece.leaving:
-            set_stages(set_role(leaving, "boundary", of=value.name), readers)
+            set_stages(set_role(_as_wide_output(op, leaving), "boundary", of=value.name), readers)
         c.stages[s][phase] = piece.model
+
+
+# NumPy has no such type, in whose arrays values travel: they do so in float32, which loses nothing.
+_NO_ARRAY = ir.DataType.BFLOAT16
+
+
+def _as_wide_input(op: Builder, value: ir.Value) -> ir.Value:
+    if value.dtype != _NO_ARRAY:
+        return value
+    wide = ir.Value(name=op.names.fresh(f"{value.name}.wide"), type=ir.TensorType(ir.DataType.FLOAT), shape=value.shape)
+    op.graph.inputs[op.graph.inputs.index(value)] = wide
+    first = next(iter(op.graph))
+    with op.scope(f"{value.name}.narrow", before=first, origin=value.name or "", pass_="stages"):
+        narrow = op.Cast(wide, to=int(_NO_ARRAY))
+    ir.convenience.replace_all_uses_with(value, narrow, replace_graph_outputs=True)
+    return wide
+
+
+def _as_wide_output(op: Builder, value: ir.Value) -> ir.Value:
+    if value.dtype != _NO_ARRAY:
+        return value
+    with op.scope(f"{value.name}.wide", origin=value.name or "", pass_="stages"):
+        wide = op.Cast(value, to=int(ir.DataType.FLOAT))
+    wide.name, wide.shape = op.names.fresh(f"{value.name}.wide"), value.shape
+    op.graph.outputs[op.graph.outputs.index(value)] = wide
+    return wide
 
 
 @dataclass(frozen=True)

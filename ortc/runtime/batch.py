@@ -31,8 +31,12 @@ def numpy_type(text: str, name: str) -> np.dtype:
         OrtcError: if NumPy has no such type.
     """
     try:
+        if text == "bfloat16":
+            import ml_dtypes
+
+            return np.dtype(ml_dtypes.bfloat16)
         return np.dtype(text)
-    except TypeError:
+    except (TypeError, ImportError):
         raise OrtcError(f"{name!r} has type {text}, which this runtime cannot hold yet") from None
 
 

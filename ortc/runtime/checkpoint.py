@@ -15,6 +15,7 @@ A checkpoint holds
      "seed": 0,                             # of dropout and of the data order; null in the initial checkpoint
      "position": {"epoch": 1, "batch": 7},  # epochs done, and batches done of the next one
      "settings": {…},                       # what a run must repeat to continue bit for bit
+     "scaling": {"scale": 65536.0, "good": 7, "skipped": 1},  # of the loss; null where it is not scaled
      "parameters": {"w": {"dtype": "float32", "shape": [8, 4], "file": "parameters.safetensors", "offset": [0, 0]}},
      "optimizer": {"w": {"exp_avg": {…}}},
      "files": {"parameters.safetensors": "<sha256>"},
@@ -70,6 +71,7 @@ class Progress:
     seed: int | None = None
     position: tuple[int, int] = (0, 0)
     settings: dict[str, Any] = field(default_factory=dict)
+    scaling: dict[str, Any] | None = None
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -201,6 +203,7 @@ def _write_index(
         "seed": progress.seed,
         "position": {"epoch": progress.position[0], "batch": progress.position[1]},
         "settings": progress.settings,
+        "scaling": progress.scaling,
         "parameters": parameters,
         "optimizer": optimizer,
         "files": files,
@@ -304,7 +307,9 @@ def restore(root: Path, plan: Plan, which: str | Path, worker: Worker) -> tuple[
     for stage in worker.stages.values():
         _load(folder, index, stage.values, stage.states, quiet=world.rank != 0)
     position = index["position"]
-    return folder, Progress(index["step"], index["seed"], (position["epoch"], position["batch"]), index["settings"])
+    return folder, Progress(
+        index["step"], index["seed"], (position["epoch"], position["batch"]), index["settings"], index.get("scaling")
+    )
 
 
 def _choose(root: Path, plan: Plan, which: str | Path) -> Path:

@@ -216,6 +216,7 @@ class Stage:
         own: the parameters that this replica updates: all that train, or its shard of them.
         states: optimizer states of those by (parameter, slot).
         gradients: by parameter, of the micro-batches since :meth:`begin`.
+        loss_scale: what the gradients are multiplied with, if the graphs ask for it.
         trained, reduced: the memory of the trained values and of their gradients.
         input_gradients: of data inputs, by name and micro-batch.
         loss: summed over the micro-batches; 0 but on the last stage.
@@ -239,6 +240,7 @@ class Stage:
         self.states: dict[StateKey, np.ndarray] = {_state_key(p): _zeros(p) for p in state_ports}
         self.input_gradients: dict[str, dict[int, np.ndarray]] = {}
         self.loss = 0.0
+        self.loss_scale = 1.0
         forward = stage.phases.get("train") or stage.phases.get("forward")
         changed = [key(p) for p in forward.outputs if p.role == "buffer"] if forward else []
         self.buffers = {name: self.values[name].copy() for name in changed}
@@ -288,8 +290,8 @@ class Stage:
                 self.input_gradients.setdefault(key(port), {})[part.index] = value.numpy()
             if port.role == "boundary":
                 leaving[key(port)] = value
-            if key(port) in self._keep:
-                kept[key(port)] = value
+            if port.name in self._keep:
+                kept[port.name] = value
         return leaving
 
     def backward(
@@ -357,7 +359,7 @@ class Stage:
         self, name: str, part: Part, values: Mapping[str, Feed], gradients: Mapping[str, Feed], **scalars: int
     ) -> list[tuple[Port, Any]]:
         phase = self._phase(name)
-        self._set_scalars(name, **scalars, micro_batch=part.index, **part.weights)
+        self._set_scalars(name, **scalars, micro_batch=part.index, loss_scale=self.loss_scale, **part.weights)
         feeds = []
         for port in phase.loose:
             if port.role in ("boundary", "stash"):

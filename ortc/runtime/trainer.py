@@ -23,6 +23,7 @@ from ortc.runtime.lock import lock_folder
 from ortc.runtime.lr import learning_rate
 from ortc.runtime.parts import parts_of
 from ortc.runtime.profile import Profile, Recorder, make_profile
+from ortc.runtime.scaling import Scaling
 from ortc.runtime.stage import Part, import_onnxruntime
 from ortc.runtime.team import Team
 
@@ -38,6 +39,7 @@ class StepResult:
     lr: float
     gradient_norm: float
     samples: int
+    skipped: bool = False  # nothing was updated: the gradients overflowed, and the loss scale has been lowered
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ class Trainer:
         saved = self.progress.seed
         self.seed = seed if seed is not None else saved if saved is not None else self.plan.recipe.seed
         self.step_number = self.progress.step
+        self._precision = self.plan.recipe.precision
+        self.scaling = Scaling.restored(self.progress.scaling, self._precision)
 
     def __enter__(self) -> Trainer:
         return self
@@ -189,7 +193,10 @@ class Trainer:
         replicas = self._team.workers[0].replicas
         edges = np.linspace(0, len(parts), replicas + 1).astype(int)
         shares = [parts[a:b] for a, b in pairwise(edges)]
-        return self._team.each(lambda w: w.train(shares[w.replica], seed=self.seed, step=step))[0]
+        scale = self.scaling.scale
+        found = self._team.each(lambda w: w.train(shares[w.replica], seed=self.seed, step=step, loss_scale=scale))
+        loss, norm = found[0]
+        return loss, norm / scale
 
     def _parts(self, batch: Mapping[str, np.ndarray]) -> list[Part]:
         return parts_of(batch, self.micro_batches, self.inputs, self.plan.losses, self.plan.recipe.pipeline.divided)
@@ -216,14 +223,22 @@ class Trainer:
         lr = learning_rate(self.schedule, number, self.total_steps)
         self._take_lock()
         loss, norm = self._train(parts, number)
-        if not (np.isfinite(loss) and np.isfinite(norm)):
+        scale, finite = self.scaling.scale, bool(np.isfinite(loss) and np.isfinite(norm))
+        samples = sum(self.inputs.samples(part.batch) for part in parts)
+        if not finite and self._precision.scaling == "dynamic" and not _holds_damage(parts):
+            self.scaling = self.scaling.after(False, self._precision)
+            self.step_number = number
+            return StepResult(number, loss, lr, norm, samples, skipped=True)
+        if not finite:
             bad = self._team.each(lambda w: w.not_finite())[0]
             raise NotFiniteError(_describe_not_finite(number, loss, bad, [part.batch for part in parts]))
         most = self.plan.recipe.optimizer.max_norm
-        factor = 1.0 if most is None or norm <= most else most / norm
-        self._team.each(lambda w: w.update(lr=lr, step=number, gradient_scale=factor))
+        factor = (1.0 if most is None or norm <= most else most / norm) / scale
+        updates = number - self.scaling.skipped
+        self._team.each(lambda w: w.update(lr=lr, step=updates, gradient_scale=factor))
+        self.scaling = self.scaling.after(True, self._precision)
         self.step_number = number
-        return StepResult(number, loss, lr, norm, sum(self.inputs.samples(part.batch) for part in parts))
+        return StepResult(number, loss, lr, norm, samples)
 
     def evaluate(self, batch: Mapping[str, np.ndarray]) -> Evaluation:
         """Loss and outputs of one batch in inference form: dropout off, batch norm with its running statistics.
@@ -249,14 +264,14 @@ class Trainer:
         """
         parts = self._parts(batch)
         loss, _ = self._train(parts, self.step_number + 1)
-        gradients = {name: g.copy() for name, g in self._gradients().items()}
+        gradients = {name: _over(g, self.scaling.scale) for name, g in self._gradients().items()}
         stages = [stage for worker in self._team.workers for stage in worker.stages.values()]
         of_inputs = {}
         for name in dict.fromkeys(name for stage in stages for name in stage.input_gradients):
             read = [stage.input_gradients[name] for stage in stages if name in stage.input_gradients]
             each = [sum(arrays[part.index] for arrays in read if part.index in arrays) for part in parts]
             divided = sum(len(part.batch[name]) for part in parts) == len(batch[name])
-            of_inputs[name] = np.concatenate(each) if divided else sum(each)
+            of_inputs[name] = _over(np.concatenate(each) if divided else sum(each), self.scaling.scale)
         copies = {copy: gradients[p.name].T for p in self.plan.trainable() for copy in p.copies if p.name in gradients}
         return loss, {**gradients, **copies, **of_inputs}
 
@@ -274,7 +289,8 @@ class Trainer:
             CheckpointError: it cannot be written; the earlier ones are intact.
         """
         self._take_lock()
-        self.progress = Progress(self.step_number, self.seed, position, settings or {})
+        scaling = None if self._precision.scaling == "none" else self.scaling.saved()
+        self.progress = Progress(self.step_number, self.seed, position, settings or {}, scaling)
         return self._team.each(lambda w: checkpoint.save(self._checkpoints, self.plan, self.progress, w, keep=self.keep))[0]
 
     def export(self, path: str | Path, data: str | Path | None = None, *, force: bool = False) -> Exported:
@@ -325,6 +341,16 @@ def _inputs(stage: Stage, phase: str) -> list[Port]:
 def _still_there(source: object) -> str | None:
     """The data of the last run; only files: a checkpoint shall not name code to run."""
     return source if isinstance(source, str) and Path(source).exists() else None
+
+
+def _over(array: np.ndarray, scale: float) -> np.ndarray:
+    """A copy, divided by the loss scale."""
+    return array.copy() if scale == 1.0 else (array / scale).astype(array.dtype)
+
+
+def _holds_damage(parts: Sequence[Part]) -> bool:
+    """Whether the data itself is not finite, which no loss scale mends."""
+    return any(a.dtype.kind == "f" and not np.isfinite(a).all() for part in parts for a in part.batch.values())
 
 
 def _describe_not_finite(step: int, loss: float, bad: Sequence[str], batches: Sequence[Batch]) -> str:

@@ -129,14 +129,15 @@ class Worker:
 
     # A step
 
-    def train(self, parts: Sequence[Part], *, seed: int, step: int) -> tuple[float, float]:
+    def train(self, parts: Sequence[Part], *, seed: int, step: int, loss_scale: float = 1.0) -> tuple[float, float]:
         """Forward and backward of this replica's micro-batches. Nothing changes but the stages' gradients and buffers.
 
         Returns:
-            The loss and the gradients' norm, over all ranks; not finite if anything is not.
+            The loss and the norm of the gradients (times the loss scale), over all ranks; not finite if anything is not.
         """
         for stage in self.stages.values():
             stage.begin()
+            stage.loss_scale = loss_scale
         act = self.act if self.recorder is None else self.recorder.begin(self)
         for action in self._actions(len(parts)):
             act(action, parts[action.micro_batch], seed, step)
