@@ -40,7 +40,7 @@ def text(random: np.random.Generator) -> Batch:
 
 
 def images(random: np.random.Generator) -> Batch:
-    return {"x": random.standard_normal((16, 3, 112, 112), np.float32), "labels": random.integers(0, 1000, 16)}
+    return {"x": random.standard_normal((16, 3, 224, 224), np.float32), "labels": random.integers(0, 1000, 16)}
 
 
 # name: (batches, sizes of a micro-batch for the cost model, axis of the classes, whether a batch depends on its division)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 
 import numpy as np
 import onnx
@@ -156,14 +157,14 @@ def widen_missing(graph: ir.Graph, target: Target) -> None:
     op = Builder(graph)
     wide: dict[ir.Value, ir.Value] = {}
     for node in list(graph):
-        values = [v for v in [*node.inputs, *node.outputs] if v is not None and v.dtype is not None]
-        narrow = next((v.dtype for v in values if target.misses(node.op_type, v.dtype.numpy().name)), None)
+        types = [v.dtype for v in [*node.inputs, *node.outputs] if v is not None and v.dtype is not None]
+        narrow = next((t for t in types if target.misses(node.op_type, t.numpy().name)), None)
         if narrow is None:
             continue
         with op.scope(node.name or node.op_type, before=node, origin=node.name or "", rule=node.op_type, pass_="lower"):
             inputs = [_widened(op, v, narrow, wide) for v in node.inputs]
             made = [ir.Value(type=_FLOAT if v.dtype == narrow else v.type, shape=v.shape) for v in node.outputs]
-            attributes = {k: _wide_attribute(a, narrow) for k, a in node.attributes.items()}
+            attributes: dict[str, Any] = {k: _wide_attribute(a, narrow) for k, a in node.attributes.items()}
             op.node(node.op_type, *inputs, _domain=node.domain, _outputs=made, **attributes)
             for old, new in zip(node.outputs, made, strict=True):
                 result = op.Cast(new, to=int(narrow)) if old.dtype == narrow else new

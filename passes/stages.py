@@ -239,12 +239,13 @@ def _stash(graph: ir.Graph, ahead: list[ir.Value], behind: list[ir.Value]) -> li
     wanted = [v for node in graph for v in node.outputs if v in kept]
     # Views are looked at again where what they view is at hand.
     stash: list[ir.Value] = []
-    read = {v for v in kept if role(v) == "boundary"}
+    at_hand = {v for v in kept if role(v) == "boundary"}
     for value in wanted:
-        node = value.producer()
-        assert node is not None
-        if not _at_hand(node, read | set(stash), given):
+        producer = value.producer()
+        assert producer is not None
+        if not _at_hand(producer, at_hand, given):
             stash.append(value)
+            at_hand.add(value)
     return stash
 
 

@@ -68,7 +68,10 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
         out, err = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        process.terminate()  # mpiexec ends its ranks
+        for _ in range(2):  # mpiexec tells its ranks: to stop after this step, and at once
+            process.terminate()
+            time.sleep(1)
+        process.kill()
         raise
     return process.returncode, out, err
 

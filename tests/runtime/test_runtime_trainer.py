@@ -209,9 +209,8 @@ def test_nothing_trains_without_an_optimizer(tmp_path: Path):
     data = plan.model_dump()
     del data["stages"][0]["phases"]["optimizer"]
     (tmp_path / "f" / "plan.json").write_text(dump_plan(Plan.model_validate(data)), encoding="utf-8")
-    with Trainer(tmp_path / "f") as trainer:
-        with pytest.raises(OrtcError, match="none of the model's parameters trains"):
-            trainer.step(tiny.data())
+    with Trainer(tmp_path / "f") as trainer, pytest.raises(OrtcError, match="none of the model's parameters trains"):
+        trainer.step(tiny.data())
 
 
 def test_only_one_run_at_a_time(tmp_path: Path):
