@@ -115,6 +115,7 @@ class Worker:
         self._inbox: dict[tuple[str, int, int, str, int], Feed] = {}
         self._outbox: dict[tuple[str, int, int, int], list[Any]] = {}
         self._sending: list[tuple[Request, Any]] = []
+        self._borrowed: dict[tuple[int, int], list[np.ndarray]] = {}  # received for a stage and micro-batch
         self.connect(world)
 
     def connect(self, world: Transport) -> None:
@@ -126,6 +127,7 @@ class Worker:
         self._inbox.clear()
         self._outbox.clear()
         self._sending.clear()
+        self._borrowed.clear()
 
     # A step
 
@@ -174,6 +176,7 @@ class Worker:
                 if source == index:
                     self._give("F", index, to, part.index, {n: leaving[n] for n in names})
                     self._send("F", index, to, part.index)
+            self._give_back(index, part.index)
         self._wait()
         self.pipe.all_reduce(loss)
         return float(loss[0]), outputs
@@ -264,6 +267,8 @@ class Worker:
             for (source, to), names in self.routes.backward.items():
                 if source == stage:
                     self._give("B", stage, to, m, {n: leaving[n, to] for n in names})
+        if action.kind != "I":
+            self._give_back(stage, m)
 
     # Values between stages: a message carries one; both ends know their names and order from the plan. Those of a pair of
     # stages stay in order, and have a tag of their own: a rank with several stages may want another pair's first.
@@ -285,6 +290,12 @@ class Worker:
         for name in names:
             array = self.pipe.receive(self.rank_of[source], self._tag(source, stage))
             self._inbox[kind, stage, micro_batch, name, source] = array
+            self._borrowed.setdefault((stage, micro_batch), []).append(array)
+
+    def _give_back(self, stage: int, micro_batch: int) -> None:
+        """A stage has done with a micro-batch: what it received for it is memory for the next."""
+        for array in self._borrowed.pop((stage, micro_batch), []):
+            self.pipe.release(array)
 
     def _tag(self, source: int, to: int) -> int:
         return source * len(self.plan.stages) + to
