@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from ortc import __version__
 from ortc.compiler import OF, SLOT, Compilation, of, paused_gc, role, run_passes, stages_of
-from ortc.errors import ModelError, OrtcError
+from ortc.errors import ModelError, OrtcError, RecipeError
 from ortc.graph.shapes import dims
 from ortc.plan import GraphFile, Plan, Port, Stage, dump_plan, fingerprint
 from ortc.recipe import Recipe
@@ -86,6 +86,40 @@ def compile(
     with paused_gc():
         compilation = compile_graphs(load_model(model), recipe, rules)
         return write_folder(compilation, Path(model).name, target, force)
+
+
+def compile_stages(
+    models: Sequence[str | Path],
+    output: str | Path,
+    recipe: Recipe | None = None,
+    *,
+    rules: Sequence[str | Path] = (),
+    force: bool = False,
+) -> Plan:
+    """Compile a model that comes cut in stages, one ONNX file each, in order; see :func:`compile`.
+
+    Values connect by name (:mod:`ortc.passes.joining`). The result is that of the whole model, cut there: one export, one
+    checkpoint.
+
+    Raises:
+        OrtcError: for anything wrong with the models, the recipe or the folder.
+    """
+    from ortc.passes.joining import join, stage_prefix
+
+    recipe = recipe or Recipe()
+    pipeline = recipe.pipeline
+    if pipeline.cuts or pipeline.assign or pipeline.stages not in (1, len(models)):
+        raise RecipeError(f"the {len(models)} models are the stages: leave out how to cut (--stages, --cut, --assign)")
+    if len(models) < 2:
+        raise RecipeError("stage models: give at least two files, in order")
+    assign = {f"{stage_prefix(k)}*": k for k in range(len(models))}
+    divided = pipeline.model_copy(update={"stages": len(models), "assign": assign})
+    target = Path(output)
+    _check_output(target, force)
+    with paused_gc():
+        load_rules(rules)
+        compilation = compile_graphs(join(models), recipe.model_copy(update={"pipeline": divided}), rules)
+        return write_folder(compilation, "+".join(Path(m).name for m in models), target, force)
 
 
 def _check_output(target: Path, force: bool) -> None:

@@ -47,7 +47,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="print errors only")]
 
 @app.command("compile")
 def compile_(
-    model: Model,
+    models: Annotated[list[Path], typer.Argument(metavar="MODEL.onnx", help="the forward model")],
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="DIR", help="the folder to make")] = None,
     recipe: RecipeFile = None,
     loss: Losses = None,
@@ -70,6 +70,9 @@ def compile_(
     pipeline: Annotated[
         str | None, typer.Option(metavar="NAME|FILE", help="gpipe, 1f1b, interleaved, zb-h1, or a text file with your own")
     ] = None,
+    stage_models: Annotated[
+        bool, typer.Option("--stage-models", help="the models are stages of one, in order; values connect by name")
+    ] = False,
     ranks: Annotated[int | None, typer.Option(min=1, help="pipeline ranks, fewer than stages only for interleaved")] = None,
     data_parallel: Annotated[
         int | None, typer.Option(min=1, help="copies of all stages, each with its part of a batch")
@@ -114,9 +117,14 @@ def compile_(
         return
     if output is None:
         raise RecipeError("say where the folder goes: -o DIR")
-    from ortc.artifacts import compile
+    from ortc.artifacts import compile, compile_stages
 
-    plan = compile(model, output, chosen, rules=rules or (), force=force)
+    if stage_models:
+        plan = compile_stages(models, output, chosen, rules=rules or (), force=force)
+    elif len(models) > 1:
+        raise RecipeError(f"{len(models)} models: give one, or --stage-models if they are the stages of one")
+    else:
+        plan = compile(models[0], output, chosen, rules=rules or (), force=force)
     if not quiet:
         print(describe_plan(plan, output))
 

@@ -51,6 +51,8 @@ from ortc.recipe import parse_recipe
 from ortc.source import load_model
 from ortc.target import load_target
 
+pytestmark = pytest.mark.ranks
+
 MODELS = Path(__file__).parent / "data" / "models"
 
 

@@ -27,6 +27,8 @@ from ortc.runtime import checkpoint
 from ortc.runtime.run import run
 from ortc.runtime.stage import Stage, view
 
+pytestmark = pytest.mark.ranks
+
 DATA = Path(__file__).parent / "data"
 Batch = dict[str, np.ndarray]
 

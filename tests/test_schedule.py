@@ -34,6 +34,8 @@ from ortc.runtime.schedule import (
 )
 from ortc.runtime.simulate import Costs, Timed, chrome_trace, equal_costs, grid, simulate
 
+pytestmark = pytest.mark.ranks
+
 SIZES = [
     (name, stages, micro_batches, ranks)
     for stages, micro_batches in itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 3, 5, 8, 13))

@@ -29,6 +29,8 @@ from ortc.runtime.schedule import format_schedule, make_schedule, parse_schedule
 from ortc.runtime.trainer import Trainer
 from ortc.runtime.worker import Routes, schedule_of
 
+pytestmark = pytest.mark.ranks
+
 WIDTH, LAYERS, SAMPLES = 64, 4, 40
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 

@@ -30,6 +30,8 @@ from ortc.runtime.stage import _buckets
 from ortc.runtime.transport import thread_world
 from ortc.runtime.worker import Worker
 
+pytestmark = pytest.mark.ranks
+
 MODELS = Path(__file__).parent / "data" / "models"
 GPT, RESNET, MLP = (MODELS / f"{name}.onnx" for name in ("gpt2_eager.legacy", "resnet.legacy_train", "mlp.legacy"))
 

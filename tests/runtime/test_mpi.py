@@ -24,9 +24,13 @@ SECONDS = 300  # nothing here waits so long unless it hangs
 MODELS = Path(__file__).parents[1] / "data" / "models"
 ORTC = Path(sys.executable).with_name("ortc")
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
-pytestmark = pytest.mark.skipif(
-    find_spec("mpi4py") is None or not MPIEXEC.exists(), reason="needs mpi4py and an MPI beside this interpreter: ortc[mpi]"
-)
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(
+        find_spec("mpi4py") is None or not MPIEXEC.exists(),
+        reason="needs mpi4py and an MPI beside this interpreter: ortc[mpi]",
+    ),
+]
 
 # Open MPI asks for leave to run as root, and to run more ranks than there are cores.
 ENVIRONMENT = os.environ | {

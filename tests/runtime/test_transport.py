@@ -30,6 +30,8 @@ from ortc.runtime.transport import (
     thread_world,
 )
 
+pytestmark = pytest.mark.ranks
+
 SECONDS = 60  # nothing here waits so long unless it hangs
 DTYPES = [bool, np.int64, np.uint8, np.float16, np.float32, np.float64, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
 SHAPES = [(), (0,), (3, 0, 2), (1,), (7, 5), (100_003,)]
