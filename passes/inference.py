@@ -435,7 +435,7 @@ def _extreme(node: ir.Node, *operands: np.ndarray) -> Any:
             return pick(a, b)
         return None
 
-    result = operands[0]
+    result: Any = operands[0]
     for operand in operands[1:]:
         result = np.frompyfunc(extreme, 2, 1)(result, operand)
     return result
