@@ -33,7 +33,7 @@ def optimizer_graph(shapes: dict[str, tuple[int, ...]], name: str, options: dict
         value = ir.Value(name=key, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(shape))
         model.graph.inputs.append(set_role(value, "parameter", of=key))
         infos.append(ParameterInfo(name=key, role="parameter", dtype="float32", shape=list(shape), trainable=True, reason=""))
-    fields = {"optimizer": {"name": name, "options": options, "decay_all": True}, **recipe}
+    fields = {"optimizer": {"name": name, "options": options, "decay_all": True, **recipe}}
     c = Compilation(model, parse_recipe(fields), target, parameters=infos, stages=[{"train": model}])
     BuildOptimizer().run(c)
     return c.stages[0]["optimizer"]
@@ -45,7 +45,8 @@ def test_trajectory(setting):
     with np.load(FOLDER / "optimizers.npz") as archive:
         stored = {k.removeprefix(f"{setting}/"): archive[k] for k in archive.files if k.startswith(f"{setting}/")}
     now = {p: stored[f"init/{p}"].astype(np.float32) for p in info["parameters"]}
-    model = optimizer_graph({p: v.shape for p, v in now.items()}, info["optimizer"], info["options"])
+    shapes = {p: v.shape for p, v in now.items()}
+    model = optimizer_graph(shapes, info["optimizer"], info["options"], max_value=info.get("max_value"))
     session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
     states = {}
     for step in range(20):
@@ -55,7 +56,7 @@ def test_trajectory(setting):
             feeds[value.name] = {
                 "parameter": lambda key=key: now[key],
                 "gradient": lambda key=key, step=step: stored[f"grad/{key}"][step].astype(np.float32),
-                "state": lambda key=key, v=value: states.get((key, v.metadata_props["ortc.slot"]), np.zeros_like(now[key])),
+                "state": lambda key=key, v=value: states.get((key, v.metadata_props["ortc.slot"]), np.zeros(v.shape.numpy(), np.float32)),
                 "scalar": lambda key=key, step=step: (
                     np.array(step + 1, np.int64) if key == "step" else np.array(stored["lr"][step], np.float32)
                 ),
@@ -74,9 +75,8 @@ def test_trajectory(setting):
 
 def test_nothing_reads_an_input_after_its_new_value_is_made():
     """Outputs are bound to their inputs' memory, so the order of the graph must not read old values late."""
-    for name in ("sgd", "adam", "adamw", "lamb"):
-        options = {"momentum": 0.9, "nesterov": True} if name == "sgd" else {}
-        graph = optimizer_graph({"w": (4, 3), "b": (5,)}, name, options).graph
+    for name, info in SETTINGS.items():
+        graph = optimizer_graph({"w": (4, 3), "b": (5,)}, info["optimizer"], info["options"]).graph
         order = {node: i for i, node in enumerate(graph)}
         made = {(role(v), of(v), v.metadata_props.get("ortc.slot")): order[v.producer()] for v in graph.outputs}
         for value in graph.inputs:
@@ -116,6 +116,7 @@ def test_a_group_has_its_own_rate_and_decay():
         ({"name": "adam", "options": {"beta3": 1.0}}, "there is no option 'beta3'"),
         ({"name": "sgd", "options": {"nesterov": 2}}, "nesterov must be a bool"),
         ({"name": "sgd", "options": {"momentum": "high"}}, "momentum must be a float"),
+        ({"name": "lamb", "options": {"min_ratio": 2.0, "max_ratio": 1.0}}, "min_ratio <= max_ratio must hold"),
     ],
 )
 def test_wrong_options_are_told(optimizer, message):
