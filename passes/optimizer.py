@@ -79,9 +79,7 @@ def _adam_step(op, p, g, state, t, beta1, beta2, epsilon, amsgrad):
 
 
 @optimizer("lamb")
-def lamb(
-    op, p, g, state, t, *, weight_decay=0.01, beta1=0.9, beta2=0.999, epsilon=1e-6, min_ratio=0.0, max_ratio=math.inf
-):
+def lamb(op, p, g, state, t, *, weight_decay=0.01, beta1=0.9, beta2=0.999, epsilon=1e-6, min_ratio=0.0, max_ratio=math.inf):
     """LAMB (You et al., arXiv 1904.00962, algorithm 2, φ the identity)
 
     m, v as in Adam;  r = m̂ / (√v̂ + ε) + λ·p;  p -= lr · ‖p‖/‖r‖ · r
@@ -108,9 +106,7 @@ def lamb(
 
 
 @optimizer("adafactor")
-def adafactor(
-    op, p, g, state, t, *, weight_decay=0.0, beta2_decay=-0.8, epsilon1=2.0**-23, epsilon2=1e-3, clip_threshold=1.0
-):
+def adafactor(op, p, g, state, t, *, weight_decay=0.0, beta2_decay=-0.8, epsilon1=2.0**-23, epsilon2=1e-3, clip_threshold=1.0):
     """Adafactor (Shazeer & Stern, arXiv 1804.04235, algorithms 4 and 5, in PyTorch's form: it says where ε1 goes)
 
     β = 1 - t^τ;  α = max(ε2, RMS(p)) · min(lr, 1/√t);  p *= 1 - lr·λ
@@ -157,9 +153,7 @@ def lion(op, p, g, state, t, *, weight_decay=0.0, beta1=0.9, beta2=0.99):
 
 
 @optimizer("rmsprop")
-def rmsprop(
-    op, p, g, state, t, *, weight_decay=0.0, decoupled=False, alpha=0.99, epsilon=1e-8, momentum=0.0, centered=False
-):
+def rmsprop(op, p, g, state, t, *, weight_decay=0.0, decoupled=False, alpha=0.99, epsilon=1e-8, momentum=0.0, centered=False):
     """RMSprop (Tieleman & Hinton, lecture 6e of 2012, in PyTorch's form; centred as in Graves, arXiv 1308.0850)
 
     g += λ·p;  v = α·v + (1-α)·g²;  if centred: a = α·a + (1-α)·g, v - a² in place of v below
@@ -177,9 +171,7 @@ def rmsprop(
 
 
 @optimizer("adagrad")
-def adagrad(
-    op, p, g, state, t, *, weight_decay=0.0, decoupled=False, lr_decay=0.0, initial_accumulator=0.0, epsilon=1e-10
-):
+def adagrad(op, p, g, state, t, *, weight_decay=0.0, decoupled=False, lr_decay=0.0, initial_accumulator=0.0, epsilon=1e-10):
     """Adagrad (Duchi et al., JMLR 12, 2011, with diagonal matrices, in PyTorch's form)
 
     g += λ·p;  s = s + g², from ``initial_accumulator`` on;  p -= lr/(1 + (t-1)·lr_decay) · g / (√s + ε)
