@@ -34,6 +34,7 @@ def optimizer_graph(shapes: dict[str, tuple[int, ...]], name: str, options: dict
 
 
 def zeros(value: ir.Value) -> np.ndarray:
+    assert value.shape is not None
     return np.zeros(value.shape.numpy(), np.float32)
 
 
