@@ -43,9 +43,10 @@ class Group(_Table):
 class Optimizer(_Table):
     """The optimizer and its options."""
 
-    name: str = Field("adamw", description="a declared optimizer: adamw, adam, sgd, lamb")
+    name: str = Field("adamw", description="a declared optimizer: adamw, adam, sgd, lamb, adafactor, lion, rmsprop, adagrad")
     options: dict[str, Any] = Field(default_factory=dict, description="the optimizer's own options, e.g. beta1")
     max_norm: float | None = Field(None, gt=0, description="clip the gradients so that their norm together is at most this")
+    max_value: float | None = Field(None, gt=0, description="clip each element of the gradients to ± this, after max_norm")
     decay_all: bool = Field(False, description="also decay biases and norms (parameters with fewer than two dimensions)")
 
 

@@ -3,8 +3,8 @@
 An optimizer is ``f(op, p, g, state, t, *, options…) -> new p``. It is called once per parameter:
 
 * ``p``, ``g`` are the parameter and its gradient, of the same shape and type;
-* ``state(slot)`` is the optimizer's state of that name: zeros before the first step. ``state.update(slot, value)`` says
-  what it becomes;
+* ``state(slot)`` is the optimizer's state of that name: zeros before the first step, of the parameter's shape or the one
+  given: ``state(slot, shape)``. ``state.update(slot, value)`` says what it becomes;
 * ``t`` holds the scalars that all parameters share: ``t.step`` (1 at the first update) and ``t.lr``, in float64, so that
   bias corrections such as 1 - 0.999^1 keep their digits; ``t.number(x, like)`` rounds one to a parameter's type. What is
   computed from them alone stands under ``with t.shared():``, which names it for all parameters.
@@ -16,6 +16,7 @@ group's. Each output may share its input's memory: nothing may read a parameter 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -33,13 +34,12 @@ _DOUBLE = int(ir.DataType.DOUBLE)
 
 
 @optimizer("sgd")
-def sgd(op, p, g, state, t, *, weight_decay=0.0, momentum=0.0, dampening=0.0, nesterov=False):
+def sgd(op, p, g, state, t, *, weight_decay=0.0, decoupled=False, momentum=0.0, dampening=0.0, nesterov=False):
     """SGD with momentum (Sutskever et al. 2013, in PyTorch's form)
 
     g += λ·p;  b = μ·b + (1 - dampening)·g, b = g at the first step;  g = g + μ·b if nesterov else b;  p -= lr·g
     """
-    if weight_decay:
-        g = g + weight_decay * p
+    p, g = _decay(p, g, t, weight_decay, decoupled)
     if momentum:
         fresh = g if not dampening else g * t.number(op.where(op.Equal(t.step, 1.0), 1, 1 - dampening, like=t.step), p)
         buffer = state.update("momentum", momentum * state("momentum") + fresh)
@@ -48,30 +48,30 @@ def sgd(op, p, g, state, t, *, weight_decay=0.0, momentum=0.0, dampening=0.0, ne
 
 
 @optimizer("adam")
-def adam(op, p, g, state, t, *, weight_decay=0.0, beta1=0.9, beta2=0.999, epsilon=1e-8):
+def adam(op, p, g, state, t, *, weight_decay=0.0, beta1=0.9, beta2=0.999, epsilon=1e-8, amsgrad=False):
     """Adam (Kingma & Ba, arXiv 1412.6980, algorithm 1); weight decay as L2: g += λ·p
 
     m = β1·m + (1-β1)·g;  v = β2·v + (1-β2)·g²;  p -= lr/(1-β1^t) · m / (√v/√(1-β2^t) + ε)
+
+    With ``amsgrad`` (Reddi et al., arXiv 1904.09237, algorithm 2, in PyTorch's form) the largest v so far divides.
     """
-    if weight_decay:
-        g = g + weight_decay * p
-    return p - _adam_step(op, p, g, state, t, beta1, beta2, epsilon)
+    p, g = _decay(p, g, t, weight_decay, decoupled=False)
+    return p - _adam_step(op, p, g, state, t, beta1, beta2, epsilon, amsgrad)
 
 
 @optimizer("adamw")
-def adamw(op, p, g, state, t, *, weight_decay=0.01, beta1=0.9, beta2=0.999, epsilon=1e-8):
+def adamw(op, p, g, state, t, *, weight_decay=0.01, beta1=0.9, beta2=0.999, epsilon=1e-8, amsgrad=False):
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101): Adam with decoupled weight decay, p *= 1 - lr·λ first"""
-    step = _adam_step(op, p, g, state, t, beta1, beta2, epsilon)
-    if weight_decay:
-        with t.shared():
-            keep = t.number(1.0 - t.lr * weight_decay, p)
-        p = p * keep
+    step = _adam_step(op, p, g, state, t, beta1, beta2, epsilon, amsgrad)
+    p, _ = _decay(p, g, t, weight_decay, decoupled=True)
     return p - step
 
 
-def _adam_step(op, p, g, state, t, beta1, beta2, epsilon):
+def _adam_step(op, p, g, state, t, beta1, beta2, epsilon, amsgrad):
     m = state.update("exp_avg", beta1 * state("exp_avg") + (1 - beta1) * g)
     v = state.update("exp_avg_sq", beta2 * state("exp_avg_sq") + (1 - beta2) * (g * g))
+    if amsgrad:
+        v = state.update("max_exp_avg_sq", op.Max(state("max_exp_avg_sq"), v))
     with t.shared():
         size = t.number(t.lr / (1.0 - op.Pow(op.const(beta1, like=t.step), t.step)), p)
         correction = t.number(1.0 / op.Sqrt(1.0 - op.Pow(op.const(beta2, like=t.step), t.step)), p)
@@ -79,11 +79,15 @@ def _adam_step(op, p, g, state, t, beta1, beta2, epsilon):
 
 
 @optimizer("lamb")
-def lamb(op, p, g, state, t, *, weight_decay=0.01, beta1=0.9, beta2=0.999, epsilon=1e-6):
+def lamb(op, p, g, state, t, *, weight_decay=0.01, beta1=0.9, beta2=0.999, epsilon=1e-6, min_ratio=0.0, max_ratio=math.inf):
     """LAMB (You et al., arXiv 1904.00962, algorithm 2, φ the identity)
 
-    m, v as in Adam;  r = m̂ / (√v̂ + ε) + λ·p;  p -= lr · ‖p‖/‖r‖ · r, the ratio 1 where either norm is 0
+    m, v as in Adam;  r = m̂ / (√v̂ + ε) + λ·p;  p -= lr · ‖p‖/‖r‖ · r
+
+    The trust ratio ‖p‖/‖r‖ is held between ``min_ratio`` and ``max_ratio``; it is 1 where either norm is 0.
     """
+    if not 0 <= min_ratio <= max_ratio:
+        raise RecipeError(f"optimizer lamb: 0 <= min_ratio <= max_ratio must hold, not {min_ratio} and {max_ratio}")
     m = state.update("exp_avg", beta1 * state("exp_avg") + (1 - beta1) * g)
     v = state.update("exp_avg_sq", beta2 * state("exp_avg_sq") + (1 - beta2) * (g * g))
     with t.shared():
@@ -95,8 +99,101 @@ def lamb(op, p, g, state, t, *, weight_decay=0.01, beta1=0.9, beta2=0.999, epsil
     norm_p, norm_r = op.Sqrt(op.ReduceSumSquare(p, keepdims=0)), op.Sqrt(op.ReduceSumSquare(r, keepdims=0))
     zero = op.const(0, like=p)
     defined = op.And(op.Greater(norm_p, zero), op.Greater(norm_r, zero))
-    ratio = op.where(defined, norm_p / op.where(defined, norm_r, 1, like=p), 1, like=p)
-    return p - (t.number(t.lr, p) * ratio) * r
+    ratio = norm_p / op.where(defined, norm_r, 1, like=p)
+    if min_ratio > 0 or max_ratio < math.inf:
+        ratio = op.Clip(ratio, min_ratio, max_ratio)
+    return p - (t.number(t.lr, p) * op.where(defined, ratio, 1, like=p)) * r
+
+
+@optimizer("adafactor")
+def adafactor(op, p, g, state, t, *, weight_decay=0.0, beta2_decay=-0.8, epsilon1=2.0**-23, epsilon2=1e-3, clip_threshold=1.0):
+    """Adafactor (Shazeer & Stern, arXiv 1804.04235, algorithms 4 and 5, in PyTorch's form: it says where ε1 goes)
+
+    β = 1 - t^τ;  α = max(ε2, RMS(p)) · min(lr, 1/√t);  p *= 1 - lr·λ
+    of vectors:            v = β·v + (1-β)·g²
+    of the last two axes:  r = β·r + (1-β)·mean of g² over columns, c alike over rows;  v = r·c / max(mean(r), ε1)
+    u = g / max(√v, ε1);  p -= α · u / max(1, RMS(u)/d)
+
+    ``beta2_decay`` is τ, ``clip_threshold`` is d. The default of ε1 is float32's.
+    """
+
+    def rms(x):
+        return op.Sqrt(op.ReduceSumSquare(x, keepdims=0) / op.size(x))
+
+    def average(slot, new, shape=None):
+        return state.update(slot, beta * state(slot, shape) + rest * new)
+
+    with t.shared():
+        share = op.Pow(t.step, op.const(beta2_decay, like=t.step))
+        beta, rest = t.number(1.0 - share, p), t.number(share, p)
+        rate = t.number(op.Min(t.lr, 1.0 / op.Sqrt(t.step)), p)
+    alpha = op.Max(rms(p), op.const(epsilon2, like=p)) * rate
+    if len(p.shape) > 1:
+        *batch, rows, columns = p.shape
+        r = average("row_var", op.ReduceSumSquare(g, [-1], keepdims=1) / op.size(g, [-1]), (*batch, rows, 1))
+        c = average("col_var", op.ReduceSumSquare(g, [-2], keepdims=1) / op.size(g, [-2]), (*batch, 1, columns))
+        v = (r / op.Max(op.ReduceMean(r, [-2], keepdims=1), op.const(epsilon1, like=p))) * c
+    else:
+        v = average("variance", g * g)
+    u = g / op.Max(op.Sqrt(v), op.const(epsilon1, like=p))
+    p, _ = _decay(p, g, t, weight_decay, decoupled=True)
+    return p - (alpha / op.Max(rms(u) / clip_threshold, op.const(1, like=p))) * u
+
+
+@optimizer("lion")
+def lion(op, p, g, state, t, *, weight_decay=0.0, beta1=0.9, beta2=0.99):
+    """Lion (Chen et al., arXiv 2302.06675, algorithm 2)
+
+    c = β1·m + (1-β1)·g;  m = β2·m + (1-β2)·g;  p -= lr · (sign(c) + λ·p)
+    """
+    c = beta1 * state("exp_avg") + (1 - beta1) * g
+    state.update("exp_avg", beta2 * state("exp_avg") + (1 - beta2) * g)
+    p, _ = _decay(p, g, t, weight_decay, decoupled=True)
+    return p - t.number(t.lr, p) * op.Sign(c)
+
+
+@optimizer("rmsprop")
+def rmsprop(op, p, g, state, t, *, weight_decay=0.0, decoupled=False, alpha=0.99, epsilon=1e-8, momentum=0.0, centered=False):
+    """RMSprop (Tieleman & Hinton, lecture 6e of 2012, in PyTorch's form; centred as in Graves, arXiv 1308.0850)
+
+    g += λ·p;  v = α·v + (1-α)·g²;  if centred: a = α·a + (1-α)·g, v - a² in place of v below
+    u = g / (√v + ε);  with momentum: b = μ·b + u, u = b;  p -= lr·u
+    """
+    p, g = _decay(p, g, t, weight_decay, decoupled)
+    v = state.update("square_avg", alpha * state("square_avg") + (1 - alpha) * (g * g))
+    if centered:
+        a = state.update("grad_avg", alpha * state("grad_avg") + (1 - alpha) * g)
+        v = op.Relu(v - a * a)  # a variance, which rounding may make negative
+    u = g / (op.Sqrt(v) + epsilon)
+    if momentum:
+        u = state.update("momentum", momentum * state("momentum") + u)
+    return p - t.number(t.lr, p) * u
+
+
+@optimizer("adagrad")
+def adagrad(op, p, g, state, t, *, weight_decay=0.0, decoupled=False, lr_decay=0.0, initial_accumulator=0.0, epsilon=1e-10):
+    """Adagrad (Duchi et al., JMLR 12, 2011, with diagonal matrices, in PyTorch's form)
+
+    g += λ·p;  s = s + g², from ``initial_accumulator`` on;  p -= lr/(1 + (t-1)·lr_decay) · g / (√s + ε)
+    """
+    p, g = _decay(p, g, t, weight_decay, decoupled)
+    s = state.update("sum", state("sum") + g * g)
+    if initial_accumulator:
+        s = s + initial_accumulator  # the state starts at zero
+    with t.shared():
+        rate = t.number(t.lr / (1.0 + (t.step - 1.0) * lr_decay) if lr_decay else t.lr, p)
+    return p - rate * (g / (op.Sqrt(s) + epsilon))
+
+
+def _decay(p, g, t, weight_decay, decoupled):
+    """Parameter and gradient with weight decay: L2, g += λ·p, or decoupled (arXiv 1711.05101), p *= 1 - lr·λ"""
+    if not weight_decay:
+        return p, g
+    if not decoupled:
+        return p, g + weight_decay * p
+    with t.shared():
+        keep = t.number(1.0 - t.lr * weight_decay, p)
+    return p * keep, g
 
 
 # ---- the pass -----------------------------------------------------------------------------------------------------------
@@ -128,9 +225,10 @@ class _State:
     now: dict[str, ir.Value] = field(default_factory=dict)
     new: dict[str, ir.Value] = field(default_factory=dict)
 
-    def __call__(self, slot: str) -> ir.Value:
+    def __call__(self, slot: str, shape: Sequence[int] | None = None) -> ir.Value:
         if slot not in self.now:
             value = _input(self.op, f"{self.parameter.name}.{slot}", self.parameter)
+            value.shape = value.shape if shape is None else ir.Shape(shape)
             self.now[slot] = set_role(value, "state", of(self.parameter), slot)
         return self.now[slot]
 
@@ -202,18 +300,27 @@ def _owners(stages: Sequence[Mapping[str, int]], replicas: int) -> dict[str, int
 
 
 def _bytes(value: ir.Value) -> int:
-    assert value.dtype is not None and value.shape is not None
-    return int(value.dtype.itemsize * math.prod(value.shape.numpy()))
+    assert value.dtype is not None
+    return int(value.dtype.itemsize * _elements(value))
+
+
+def _elements(value: ir.Value) -> int:
+    assert value.shape is not None
+    return math.prod(value.shape.numpy())
 
 
 def state_slots(c: Compilation) -> float:
-    """How many numbers of state a rank keeps for each element of a parameter."""
-    aside = new_graph("aside", c.target.opset, c.target.ir_version)
-    like = ir.Value(name="w", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1]))
-    info = ParameterInfo(name="w", role="parameter", dtype="float32", shape=[1], trainable=True, reason="")
-    op = Builder(aside.graph)
-    outputs = _update(op, checked_optimizer(c), c, info, like, _scalars(op, clipped=False))
-    slots = sum(role(v) == "state" for v in outputs)
+    """How many numbers of state a rank keeps for each element of a parameter, as a mean over those that train."""
+    declared, states, elements = checked_optimizer(c), 0, 0
+    trained = [info for info in c.parameters if info.trainable]
+    for shape, count in Counter(tuple(info.shape) for info in trained).items():
+        op = Builder(new_graph("aside", c.target.opset, c.target.ir_version).graph)
+        like = ir.Value(name="w", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(shape))
+        info = ParameterInfo(name="w", role="parameter", dtype="float32", shape=list(shape), trainable=True, reason="")
+        outputs = _update(op, declared, c, info, like, _scalars(op, clipped=False))
+        states += count * sum(_elements(v) for v in outputs if role(v) == "state")
+        elements += count * math.prod(shape)
+    slots = states / max(elements, 1)
     return slots / c.recipe.pipeline.replicas if c.recipe.pipeline.zero else slots
 
 
@@ -277,12 +384,14 @@ def _update(
             lr = scalars.lr if lr_scale == 1 else scalars.lr * lr_scale
         if scalars.gradient_scale is not None:
             g = g * scalars.number(scalars.gradient_scale, g)
+        if c.recipe.optimizer.max_value is not None:
+            g = op.Clip(g, -c.recipe.optimizer.max_value, c.recipe.optimizer.max_value)
         updated = declared.function(op, p, g, state, _Scalars(op, scalars.step, lr), **options)
     updated.name = op.names.fresh(f"{info.name}.new")
     updated.shape = p.shape
     for slot, value in state.new.items():
         value.name = op.names.fresh(f"{info.name}.{slot}.new")
-        value.shape = p.shape
+        value.shape = state.now[slot].shape
         set_role(value, "state", info.name, slot)
     return [set_role(updated, "parameter", info.name), *state.new.values()]
 
