@@ -57,12 +57,15 @@ def compile_(
     batch_norm: BatchNorm = None,
     optimizer: Annotated[
         str | None,
-        typer.Option(metavar="NAME[:k=v,…]", help="adamw, adam, sgd, lamb; e.g. adamw:beta2=0.95,weight_decay=0.1"),
+        typer.Option(
+            metavar="NAME[:k=v,…]", help="adamw, adam, sgd, lamb, adafactor, lion, rmsprop, adagrad; e.g. adamw:beta2=0.95"
+        ),
     ] = None,
     lr: Annotated[float | None, typer.Option(help="learning rate after the warm-up")] = None,
     schedule: Annotated[str | None, typer.Option(help="constant, linear, cosine or polynomial")] = None,
     warmup: Annotated[int | None, typer.Option(help="steps of linear warm-up")] = None,
     clip_norm: Annotated[float | None, typer.Option(help="clip the gradients to this norm, all together")] = None,
+    clip_value: Annotated[float | None, typer.Option(help="clip every element of the gradients to this size")] = None,
     precision: Annotated[str | None, typer.Option(metavar="fp32|fp16|bf16", help="type of products; weights stay fp32")] = None,
     loss_scale: Annotated[str | None, typer.Option(metavar="none|dynamic|NUMBER", help="default: dynamic for fp16")] = None,
     stages: Annotated[int | None, typer.Option(min=1, help="parts of the model, for as many pipeline ranks")] = None,
@@ -101,8 +104,8 @@ def compile_(
     schedule_text, sizes = read_pipeline(pipeline) if pipeline is not None else (None, {})
     chosen = build_recipe(
         recipe, loss=loss, train=train, freeze=freeze, wrt=wrt, batch_norm=batch_norm, optimizer=optimizer, lr=lr,
-        schedule=schedule, warmup=warmup, seed=seed, target=target, clip_norm=clip_norm, precision=precision,
-        loss_scale=loss_scale,
+        schedule=schedule, warmup=warmup, seed=seed, target=target, clip_norm=clip_norm, clip_value=clip_value,
+        precision=precision, loss_scale=loss_scale,
         pipeline={
             "stages": stages or (len(cut) + 1 if cut else sizes.get("stages")), "schedule": schedule_text,
             "micro_batches": micro_batches or sizes.get("micro_batches"), "ranks": ranks or sizes.get("ranks"),
@@ -327,6 +330,7 @@ def build_recipe(
     seed: int | None = None,
     target: str | None = None,
     clip_norm: float | None = None,
+    clip_value: float | None = None,
     precision: str | None = None,
     loss_scale: str | None = None,
     pipeline: dict[str, Any] | None = None,
@@ -347,7 +351,7 @@ def build_recipe(
     tables = (
         (fields["parameters"], {"train": train or None, "freeze": freeze or None}),
         (fields["learning_rate"], {"base": lr, "schedule": schedule, "warmup": warmup}),
-        (fields["optimizer"], {"max_norm": clip_norm}),
+        (fields["optimizer"], {"max_norm": clip_norm, "max_value": clip_value}),
         (fields["precision"], {"type": precision}),
         (fields["precision"]["loss_scale"], _loss_scale(loss_scale)),
         (fields["pipeline"], pipeline or {}),
