@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 import pytest
+from gradcheck import TARGETS
 
 from ortc.artifacts import compile, compile_stages
 from ortc.errors import ModelError, RecipeError
@@ -66,6 +67,7 @@ def test_a_model_cut_by_graphsurgeon_trains_as_the_whole(name, parts, tmp_path):
     paths = surgeon(name, borders, tmp_path)
     loss = {"ce": {"name": "cross_entropy"}, "bce": {"name": "bce_with_logits"}}[INDEX[name]["loss"]]
     recipe = {"loss": [{**loss, "output": INDEX[name]["output"]}], "batch_norm": "frozen", "optimizer": {"name": "sgd"}}
+    recipe["target"] = TARGETS[-1].name
     pipeline = {"micro_batches": 1}
     compile(MODELS / f"{name}.onnx", tmp_path / "whole", parse_recipe(recipe))
     plan = compile_stages(paths, tmp_path / "stages", parse_recipe({**recipe, "pipeline": pipeline}))
@@ -105,7 +107,7 @@ def test_files_of_other_opsets_are_brought_to_one(tmp_path):
     ("first", "second", "says"),
     [
         (SECOND, FIRST, r"a.onnx \(stage 0\) reads 'h', which b.onnx \(stage 1\) makes"),
-        (FIRST, FIRST.replace("x, w", "x, w"), "both make 'h'"),
+        (FIRST, FIRST, "both make 'h'"),
         (
             FIRST,
             SECOND.replace("[N,2] h", "[N,3] h").replace("{1,2,3,5}", "{1,2,3,5,6,7}").replace("[2,2] w", "[3,2] w"),

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from gradcheck import TARGETS
 
 from ortc.artifacts import compile, compile_graphs
 from ortc.errors import NotFiniteError, RecipeError
@@ -88,7 +89,7 @@ def test_the_table_names_operators_of_the_standard_once():
 
 def recipe_of(name: str, precision: dict, **more: object) -> dict:
     loss = {**LOSSES[INDEX[name]["loss"]], "output": INDEX[name]["output"]}
-    return {"loss": [loss], "batch_norm": "frozen", "precision": precision, **more}
+    return {"loss": [loss], "batch_norm": "frozen", "precision": precision, "target": TARGETS[-1].name, **more}
 
 
 def batch_of(name: str) -> dict[str, np.ndarray]:
