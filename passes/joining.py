@@ -84,6 +84,8 @@ def join(paths: Sequence[str | Path]) -> ir.Model:
                     value.name = f"{stage_prefix(stage)}{value.name}"
         graph.extend(nodes)
         for value, name in outputs:
+            if any(known.get(name, (0, None))[1] is value for known in (made, data)):
+                continue  # it arrived under this name, and is only passed on
             if name in made:
                 raise ModelError(
                     f"{files[made[name][0]]} and {files[stage]} both make {name!r}; a value has one stage that makes it"

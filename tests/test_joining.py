@@ -129,3 +129,16 @@ def test_the_stages_are_the_files(tmp_path):
         compile_stages(paths, tmp_path / "f", parse_recipe({"pipeline": {"stages": 3}}))
     with pytest.raises(RecipeError, match="at least two files"):
         compile_stages(paths[:1], tmp_path / "f", parse_recipe({}))
+
+
+def test_a_value_that_a_file_only_passes_on_goes_straight(tmp_path):
+    relay = "m (float[N,2] x, float[N,2] h) => (float[N,2] h, float[N,2] k) <float[2,2] v = {1,0,2,1}> { k = MatMul(x, v) }"
+    last = SECOND.replace("(float[N,2] h)", "(float[N,2] h, float[N,2] k)").replace("Tanh(h)", "Add(h, k)")
+    paths = [save(tmp_path / f"{k}.onnx", text) for k, text in (("a", FIRST), ("m", relay), ("z", last))]
+    recipe = parse_recipe({"loss": [{"name": "mse"}], "pipeline": {"micro_batches": 2}, "target": TARGETS[-1].name})
+    plan = compile_stages(paths, tmp_path / "f", recipe)
+    sent = {p.of: p.stages for s in plan.stages for p in s.phases["forward"].outputs if p.role == "boundary"}
+    assert sent == {"h": [2], "k": [2]}
+    with Trainer(tmp_path / "f") as trainer:
+        ones = np.ones((4, 2), np.float32)
+        assert np.isfinite(trainer.step({"x": ones, "labels": ones}).loss)
