@@ -117,8 +117,8 @@ def compile_stages(
     target = Path(output)
     _check_output(target, force)
     with paused_gc():
-        load_rules(rules)
-        compilation = compile_graphs(join(models), recipe.model_copy(update={"pipeline": divided}), rules)
+        load_rules(rules)  # joining infers shapes, for which it asks the lowerings
+        compilation = compile_graphs(join(models), recipe.model_copy(update={"pipeline": divided}))
         return write_folder(compilation, "+".join(Path(m).name for m in models), target, force)
 
 
@@ -160,7 +160,7 @@ def _put_in_place(aside: Path, target: Path, force: bool) -> None:
 
 
 def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
-    stages = [_write_stage(c, folder, index) for index in range(len(c.stages))]
+    stages = [_write_stage(c, folder, index, held) for index, held in enumerate(_held_by_stage(c))]
     held = {p.name for p in c.parameters}
     for name in held:
         c.graphs["export"].graph.initializers.pop(name, None)
@@ -189,18 +189,22 @@ def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
     return plan
 
 
-def _write_stage(c: Compilation, folder: Path, index: int) -> Stage:
-    """One stage's graphs. Parameters that no stage reads are the first one's: they are saved and exported all the same."""
-    (folder / f"stage-{index}").mkdir()
-    phases = {p: _write_graph(m, folder, f"stage-{index}/{p}.onnx") for p, m in in_order(c.stages[index])}
-    read = [
+def _held_by_stage(c: Compilation) -> list[set[str]]:
+    """The parameters and buffers of each stage. Those that none reads are the first one's: they are saved and exported too."""
+    held = [
         {of(v) for m in models.values() for v in m.graph.inputs if role(v) in ("parameter", "buffer")} for models in c.stages
     ]
-    unread = {p.name for p in c.parameters} - set().union(*read)
-    own = read[index] | (unread if index == 0 else set())
+    held[0] |= {p.name for p in c.parameters}.difference(*held)
+    return held
+
+
+def _write_stage(c: Compilation, folder: Path, index: int, held: set[str]) -> Stage:
+    """One stage's graphs."""
+    (folder / f"stage-{index}").mkdir()
+    phases = {p: _write_graph(m, folder, f"stage-{index}/{p}.onnx") for p, m in in_order(c.stages[index])}
     return Stage(
         index=index,
-        parameters=[p.name for p in c.parameters if p.name in own],
+        parameters=[p.name for p in c.parameters if p.name in held],
         phases=phases,
         costs=c.costs[index] if c.costs else None,
     )

@@ -160,7 +160,7 @@ def list_operators(model: Path | None, rules: Sequence[Path] = ()) -> None:
     from ortc.ops import UNKNOWN, of_model, operators, summary
 
     load_rules(rules)
-    rows = [(None, o) for o in operators()] if model is None else of_model(model, rules)
+    rows = [(None, o) for o in operators()] if model is None else of_model(model)
     columns = ["operator", "opsets", "gradient", "of the inputs", "in others on", "tested by"]
     table = Table(*(["nodes"] if model is not None else []), *columns, title="operators" if model is None else model.name)
     for count, o in rows:

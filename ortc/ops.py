@@ -111,13 +111,12 @@ def _label(key: OpKey) -> str:
     return f"{key[0]}::{key[1]}" if key[0] else key[1]
 
 
-def of_model(path: str | Path, rules: Sequence[str | Path] = ()) -> list[tuple[int, Operator]]:
+def of_model(path: str | Path) -> list[tuple[int, Operator]]:
     """The operators of a model (functions inlined, bodies included) with the number of their nodes, those at odds first.
 
     Raises:
         OrtcError: if the file cannot be read, or is no model.
     """
-    load_rules(rules)
     from ortc.graph.names import all_graphs
     from ortc.passes.normalise import prepare
     from ortc.source import load_model

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import resources
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -46,18 +48,23 @@ def target_names() -> list[str]:
     return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
 
 
+@cache
 def load_target(name: str) -> Target:
     """Read a target's declaration.
 
     Raises:
         RecipeError: if there is none of that name.
     """
+    if name not in target_names():
+        raise RecipeError(f"target: there is no target {name!r}; there are {', '.join(target_names())}")
+    return Target.model_validate(packaged_toml("ortc.passes.targets", f"{name}.toml"))
+
+
+def packaged_toml(package: str, file: str) -> dict[str, Any]:
+    """A TOML file that is shipped in a package."""
     try:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10
         import tomli as tomllib  # type: ignore[no-redef,import-not-found,unused-ignore]
 
-    if name not in target_names():
-        raise RecipeError(f"target: there is no target {name!r}; there are {', '.join(target_names())}")
-    text = (resources.files("ortc.passes.targets") / f"{name}.toml").read_text(encoding="utf-8")
-    return Target.model_validate(tomllib.loads(text))
+    return tomllib.loads((resources.files(package) / file).read_text(encoding="utf-8"))

@@ -97,8 +97,8 @@ class Gradients(Pass):
         returned: dict[str, list[int]] = {}
         for stage, phases in reversed(list(enumerate(c.stages))):
             if "train" in phases:
-                scale = None if c.recipe.precision.scaling == "none" else _loss_scale
-                _differentiate(phases["train"].graph, stage, trained, crossing, returned, scale)
+                seed = loss_seed if c.recipe.precision.scaling == "none" else _loss_scale
+                _differentiate(phases["train"].graph, stage, trained, crossing, returned, seed)
 
 
 def _differentiate(
@@ -107,7 +107,7 @@ def _differentiate(
     trained: Container[str],
     crossing: Container[str | None],
     returned: dict[str, list[int]],
-    scale: Callable[[Builder, ir.Value], ir.Value] | None,
+    seed: Callable[[Builder, ir.Value], ir.Value],
 ) -> None:
     """Append the backward of one stage.
 
@@ -117,13 +117,13 @@ def _differentiate(
         trained: parameters (and data inputs) that want a gradient.
         crossing: values between stages that want one.
         returned: of such a value, the stages that give back a gradient; this one's are added.
-        scale: makes the gradient of the loss; None: it is 1.
+        seed: makes the gradient of the loss.
     """
     op = Builder(graph)
     seeds = {}
     for value in graph.outputs:
         if role(value) == "loss":
-            seeds[value] = loss_seed(op, value) if scale is None else scale(op, value)
+            seeds[value] = seed(op, value)
         elif role(value) == "boundary" and of(value) in returned:
             seeds[value] = _arriving(op, value, sorted(returned[of(value)]))
     wanted = [v for v in graph.inputs if of(v) in trained and role(v) in ("parameter", "data")]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from ortc.errors import RecipeError
 from ortc.graph.builder import Builder
 from ortc.graph.names import captured
 from ortc.passes.inlining import take_place
-from ortc.target import Target
+from ortc.target import Target, packaged_toml
 
 HALF = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 KINDS = ("low", "full", "follow", "widest")
@@ -30,13 +29,7 @@ KINDS = ("low", "full", "follow", "widest")
 
 def table() -> dict[str, str]:
     """The kind of every listed operator."""
-    try:
-        import tomllib
-    except ModuleNotFoundError:  # Python 3.10
-        import tomli as tomllib  # type: ignore[no-redef,import-not-found,unused-ignore]
-
-    text = (resources.files("ortc.passes") / "precision.toml").read_text(encoding="utf-8")
-    return {op_type: kind for kind, rows in tomllib.loads(text).items() for op_type in rows}
+    return {op_type: kind for kind, rows in packaged_toml("ortc.passes", "precision.toml").items() for op_type in rows}
 
 
 @dataclass(frozen=True)

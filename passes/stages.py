@@ -205,8 +205,8 @@ def _split(phases: dict[str, ir.Model], train: ir.Model, *, apart: bool) -> None
     graph = train.graph
     ahead = [v for v in graph.outputs if role(v) in _FORWARD_ROLES]
     behind = [v for v in graph.outputs if role(v) not in _FORWARD_ROLES]
+    stash = _stash(graph, ahead, behind) if behind else []
     if behind:
-        stash = _stash(graph, ahead, behind)
         waited = [v for v in behind if role(v) == "boundary_gradient"]
         if apart and waited and len(waited) < len(behind):
             weights = [v for v in behind if role(v) != "boundary_gradient"]
@@ -220,11 +220,7 @@ def _split(phases: dict[str, ir.Model], train: ir.Model, *, apart: bool) -> None
             phases["backward_input" if waited else "backward_weight"] = _phase(train, behind, stash)
         else:
             phases["backward"] = _phase(train, behind, stash)
-    phases["forward"] = _phase(train, _outputs_with(ahead, stash if behind else []), [])
-
-
-def _outputs_with(ahead: list[ir.Value], stash: list[ir.Value]) -> list[ir.Value]:
-    return list(dict.fromkeys([*ahead, *stash]))
+    phases["forward"] = _phase(train, list(dict.fromkeys([*ahead, *stash])), [])
 
 
 def _stash(graph: ir.Graph, ahead: list[ir.Value], behind: list[ir.Value]) -> list[ir.Value]:

@@ -19,7 +19,6 @@ from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper
 
-from ortc import cli
 from ortc.plan import load_plan
 
 MODEL = "modèle un.onnx"
@@ -36,21 +35,6 @@ def folder(tmp_path, monkeypatch):
     save(perceptron(), MODEL)
     np.savez(DATA, **samples())
     return folder
-
-
-@pytest.fixture
-def ortc(monkeypatch, capsys):
-    """Runs a command; returns exit code, output and errors."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["ortc", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capsys.readouterr()
-        return end.value.code or 0, out, err
-
-    return run
 
 
 @pytest.fixture

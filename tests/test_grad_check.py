@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +12,9 @@ import pytest
 from gradcheck import TARGETS
 from rich.console import Console
 
-from ortc import cli, grad
-from ortc.artifacts import load_rules
-from ortc.rules import GRADIENTS, LOWERINGS
+from ortc import grad
+
+pytestmark = pytest.mark.usefixtures("own_tables")
 
 MODELS = Path(__file__).parent / "data" / "models"
 
@@ -53,30 +53,10 @@ g (float[n,6] x) => (float[n,4] y)
 }"""
 
 
-@pytest.fixture(autouse=True)
-def own_tables():
-    """The declarations that a test adds are gone after it."""
-    load_rules()
-    before = dict(GRADIENTS), dict(LOWERINGS)
-    yield
-    for table, saved in zip((GRADIENTS, LOWERINGS), before, strict=True):
-        table.clear()
-        table.update(saved)
-
-
 @pytest.fixture
-def check(monkeypatch, capsys):
-    """Runs ``ortc grad --check``; returns exit code, output and errors."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["ortc", "grad", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capsys.readouterr()
-        return end.value.code or 0, out, err
-
-    return run
+def check(ortc):
+    """Runs ``ortc grad``; returns exit code, output and errors."""
+    return partial(ortc, "grad")
 
 
 def save(text: str, path: Path) -> Path:

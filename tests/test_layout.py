@@ -30,7 +30,7 @@ PASSES_MAY = {
     *("ortc.passes", "ortc.compiler", "ortc.autodiff", "ortc.rules", "ortc.rewrite", "ortc.graph", "ortc.target"),
     *("ortc.plan", "ortc.recipe", "ortc.errors", "ortc.source"),
     "ortc.runtime.schedule",  # a schedule is a pure function, which compiler and runtime both ask
-    *("numpy", "onnx", "onnx_ir", "onnxscript", "networkx", "tomli"),
+    *("numpy", "onnx", "onnx_ir", "onnxscript", "networkx"),
 }
 
 # Whose capitalised attributes are not operators that a file names: onnx_ir's classes, and the builder's own vocabulary

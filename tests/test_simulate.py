@@ -19,7 +19,6 @@ from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper
 
-from ortc import cli
 from ortc.artifacts import compile
 from ortc.errors import RecipeError
 from ortc.forecast import Pipeline, equal_cases, report
@@ -78,19 +77,10 @@ def four(home):
 
 
 @pytest.fixture
-def ortc(monkeypatch, capsys, tmp_path, home):
+def ortc(monkeypatch, tmp_path, ortc):
     """Runs a command in an empty folder; returns exit code, output and errors."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["ortc", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capsys.readouterr()
-        return end.value.code or 0, out, err
-
-    return run
+    return ortc
 
 
 @pytest.fixture

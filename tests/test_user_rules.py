@@ -7,10 +7,9 @@ import onnx
 import onnx.parser
 import pytest
 
-from ortc.artifacts import compile, load_rules
+from ortc.artifacts import compile
 from ortc.errors import ModelError, RecipeError
 from ortc.recipe import LossTerm, Recipe, load_recipe
-from ortc.rules import GRADIENTS, LOWERINGS
 from ortc.runtime.trainer import Trainer
 
 MODEL = """
@@ -36,14 +35,7 @@ def model(tmp_path):
     return path
 
 
-@pytest.fixture(autouse=True)
-def own_tables():
-    load_rules()
-    before = dict(GRADIENTS), dict(LOWERINGS)
-    yield
-    for table, saved in zip((GRADIENTS, LOWERINGS), before, strict=True):
-        table.clear()
-        table.update(saved)
+pytestmark = pytest.mark.usefixtures("own_tables")
 
 
 def test_without_a_rule_the_operator_is_named(model, tmp_path):

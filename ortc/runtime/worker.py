@@ -41,6 +41,7 @@ class Routes:
     Attributes:
         forward: (from, to) -> names of values; of the evaluation: ``evaluation``.
         backward: (from, to) -> names of values whose gradients the later stage, the first of the pair, gives back.
+        first: parameters and buffers -> the first stage that holds them, which answers for them.
         tied: parameters that several stages hold and train -> those stages.
     """
 
@@ -62,6 +63,7 @@ class Routes:
             for name in stage.parameters:
                 if name in holders:
                     holders[name].append(stage.index)
+        self.first = {name: stage.index for stage in reversed(plan.stages) for name in stage.parameters}
         self.tied = {name: stages for name, stages in holders.items() if len(stages) > 1}
 
     @property
@@ -185,21 +187,18 @@ class Worker:
 
     def owned_values(self) -> dict[str, np.ndarray]:
         """Parameters and buffers that this rank saves."""
-        held = {name: s.index for s in reversed(self.plan.stages) for name in s.parameters}
-        own = {name: a for i, stage in self.stages.items() for name, a in stage.values.items() if held[name] == i}
+        first = self.routes.first
+        own = {name: a for i, stage in self.stages.items() for name, a in stage.values.items() if first[name] == i}
         return own if self.replica == 0 else {}
 
     def owned_states(self) -> dict[tuple[str, str], np.ndarray]:
         """Optimizer states that this rank saves."""
-        own = {k: a for i, stage in self.stages.items() for k, a in stage.states.items() if self._first(k[0]) == i}
+        own = {k: a for i, stage in self.stages.items() for k, a in stage.states.items() if self.routes.first[k[0]] == i}
         return own if self.sharded or self.replica == 0 else {}
-
-    def _first(self, name: str) -> int:
-        return next(s.index for s in self.plan.stages if name in s.parameters)
 
     def _square_norm(self) -> float:
         """The square of the norm of this pipeline rank's gradients, of a tied weight's once; each replica knows its own."""
-        held = [(s, name, g) for i, s in self.stages.items() for name, g in s.gradients.items() if self._first(name) == i]
+        held = [(s, name, g) for i, s in self.stages.items() for name, g in s.gradients.items() if self.routes.first[name] == i]
         squares = np.array([square_norm(g) if name in stage.own else 0.0 for stage, name, g in held])
         if self.sharded:
             self.peers.all_reduce(squares)
