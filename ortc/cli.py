@@ -13,6 +13,7 @@ import typer
 from ortc.errors import OrtcError, RecipeError
 
 if TYPE_CHECKING:
+    from ortc.parts import PartPlan
     from ortc.plan import Plan
     from ortc.recipe import Recipe
 
@@ -39,6 +40,12 @@ RecipeFile = Annotated[Path | None, typer.Option("--recipe", metavar="ortc.toml"
 Rules = Annotated[
     list[Path] | None,
     typer.Option("--rules", metavar="FILE.py", help="a Python file with your own gradient rules"),
+]
+Connect = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--connect", metavar="[STAGE:]OUT=[STAGE:]IN", help="an output of one stage is an input of other name in later ones"
+    ),
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="threads of each session; default: all cores")]
 Force = Annotated[bool, typer.Option("--force", help="replace what is there")]
@@ -76,6 +83,13 @@ def compile_(
     stage_models: Annotated[
         bool, typer.Option("--stage-models", help="the models are stages of one, in order; values connect by name")
     ] = False,
+    connect: Connect = None,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="compile this rank's stage alone, the model; --boundary tells of the others")
+    ] = None,
+    boundary: Annotated[
+        Path | None, typer.Option(metavar="FILE.toml", help="what crosses between the stages; `ortc boundary` writes it")
+    ] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="pipeline ranks, fewer than stages only for interleaved")] = None,
     data_parallel: Annotated[
         int | None, typer.Option(min=1, help="copies of all stages, each with its part of a batch")
@@ -122,12 +136,68 @@ def compile_(
         raise RecipeError("say where the folder goes: -o DIR")
     from ortc.artifacts import compile, compile_stages
 
+    if (rank is None) != (boundary is None) or (rank is not None and stage_models) or (connect and not stage_models):
+        raise RecipeError(
+            "--rank and --boundary go together, for one rank's own models; --connect goes with --stage-models, for all of them"
+        )
+    if rank is not None and boundary is not None:
+        from ortc.boundary import load_boundary
+        from ortc.parts import compile_part
+
+        part = compile_part(models, output, load_boundary(boundary), rank, chosen, rules=rules or (), force=force)
+        if not quiet:
+            print(describe_part(part, output))
+        return
     if stage_models:
-        plan = compile_stages(models, output, chosen, rules=rules or (), force=force)
+        from ortc.boundary import parse_connections
+
+        connections = parse_connections(connect or ())
+        plan = compile_stages(models, output, chosen, connections=connections, rules=rules or (), force=force)
     elif len(models) > 1:
         raise RecipeError(f"{len(models)} models: give one, or --stage-models if they are the stages of one")
     else:
         plan = compile(models[0], output, chosen, rules=rules or (), force=force)
+    if not quiet:
+        print(describe_plan(plan, output))
+
+
+@app.command()
+def boundary(
+    models: Annotated[list[Path], typer.Argument(metavar="STAGE.onnx …", help="the models of all stages, in order")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE.toml")],
+    connect: Connect = None,
+    force: Force = False,
+) -> None:
+    """Write what crosses between stages: with it each is compiled where it is (`ortc compile --rank`)."""
+    from ortc.boundary import dump_boundary, parse_connections
+    from ortc.passes.joining import Stages, describe
+    from ortc.runtime.files import write_text
+
+    if output.exists() and not force:
+        raise RecipeError(f"{output} exists already; choose another name, or --force to replace it")
+    if len(models) < 2:
+        raise RecipeError("give the models of at least two stages, in order")
+    found = describe(Stages(models, parse_connections(connect or ())))
+    write_text(output, dump_boundary(found))
+    ways = [f"  {v.name} from stage {v.source} to {', '.join(map(str, v.readers))}" for v in found.values]
+    tied = [w.name for w in found.weights if w.tied]
+    print(f"{output}: {len(ways)} values between {found.stages} stages", *ways, sep="\n")
+    if tied:
+        print(f"  tied weights: {', '.join(tied)}")
+    print(f"next, where each model is: ortc compile MODEL.onnx --rank RANK --boundary {shlex.quote(str(output))} -o PART")
+
+
+@app.command()
+def join(
+    parts: Annotated[list[Path], typer.Argument(metavar="PART …", help="the folders of all ranks, of `ortc compile --rank`")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="the folder to make")],
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Put ranks that were compiled apart together, after checking that they fit."""
+    from ortc.parts import join_parts
+
+    plan = join_parts(parts, output, force=force)
     if not quiet:
         print(describe_plan(plan, output))
 
@@ -484,8 +554,47 @@ def describe_plan(plan: Plan, output: Path) -> str:
             f"  pipeline    {how}{pipeline.parts} micro-batches, {ranks} ranks (--stages, --micro-batches, --pipeline)"
         )
         lines += stage_lines(plan)
+    inputs = _data_inputs(plan)
+    if pipeline.stages > 1:
+        where = (f"{name} (stage {', '.join(map(str, stages))})" for name, stages in inputs.items())
+        lines.append(f"  inputs      {', '.join(where)}")
     lines += [f"warning: {text}" for text in plan.warnings]
     lines.append(f"next: ortc run {folder} --data train.npz")
+    return "\n".join(lines)
+
+
+def _data_inputs(plan: Plan) -> dict[str, list[int]]:
+    """The arrays that a batch has, with the stages that read them."""
+    found: dict[str, list[int]] = {}
+    for stage in plan.stages:
+        ports = [p for graph in stage.phases.values() for p in graph.inputs if p.role in ("data", "label")]
+        for name in dict.fromkeys(p.of or p.name for p in ports):
+            found.setdefault(name, []).append(stage.index)
+    return found
+
+
+def describe_part(part: PartPlan, output: Path) -> str:
+    """What was compiled of one rank, in a few lines."""
+    folder = shlex.quote(str(output))
+    lines = []
+    for piece in part.pieces:
+        stage = piece.stage
+        trained = [p for p in piece.parameters if p.trainable]
+        lines.append(f"{output}: stage {stage.index} of {part.boundary.stages}, {piece.model}, for {part.target}")
+        lines.append(f"  parameters  {len(trained)} train, {sum(math.prod(p.shape) for p in trained):,} values")
+        ports = stage.phases["forward"]
+        for what, values in (
+            ("inputs", ports.inputs),
+            ("targets", ports.inputs),
+            ("reads", ports.inputs),
+            ("sends", ports.outputs),
+        ):
+            role = {"inputs": "data", "targets": "label"}.get(what, "boundary")
+            names = [p.of or p.name for p in values if p.role == role]
+            if names:
+                lines.append(f"  {what:<11} {', '.join(names)}")
+        lines += [f"warning: {text}" for text in piece.warnings]
+    lines.append(f"next, with the parts of all ranks: ortc join {folder} … -o stages/")
     return "\n".join(lines)
 
 

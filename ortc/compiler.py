@@ -11,6 +11,8 @@ from typing import ClassVar
 
 import onnx_ir as ir
 
+from ortc.boundary import Part
+from ortc.errors import RecipeError
 from ortc.plan import LossInfo, ParameterInfo, StageCosts
 from ortc.recipe import Recipe
 from ortc.target import Target
@@ -30,6 +32,7 @@ class Compilation:
     model: ir.Model
     recipe: Recipe
     target: Target
+    part: Part | None = None  # which stage of a model that is compiled apart
     graphs: dict[str, ir.Model] = field(default_factory=dict)
     stages: list[dict[str, ir.Model]] = field(default_factory=list)
     costs: list[StageCosts] = field(default_factory=list)
@@ -39,12 +42,23 @@ class Compilation:
     constants: list[tuple[str, str]] = field(default_factory=list)  # initialisers that cannot train: (name, why)
     losses: list[LossInfo] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)  # of a part: what the recipe names and another part may have
     history: list[tuple[str, int, int]] = field(default_factory=list)  # (pass, nodes before, nodes after)
 
     @property
     def graph(self) -> ir.Graph:
         """The graph of ``model``."""
         return self.model.graph
+
+    def complain(self, text: str) -> None:
+        """The recipe names what is not there; where only a part is at hand, another may have it.
+
+        Raises:
+            RecipeError: with the text, if this is the whole model.
+        """
+        if self.part is None:
+            raise RecipeError(text)
+        self.complaints.append(text)
 
     def all_models(self) -> dict[str, ir.Model]:
         """Every model that is in work or finished, by a name for messages."""
@@ -140,6 +154,14 @@ def stages_of(value: ir.Value) -> list[int] | None:
 def role(value: ir.Value) -> str | None:
     """The role given by :func:`set_role`."""
     return value.metadata_props.get(ROLE)
+
+
+def ends(c: Compilation) -> list[ir.Value]:
+    """The outputs that gradients come from: the loss, the first one, or what a part makes for others and gets gradients of."""
+    if c.part is None or c.part.is_last:
+        return list(c.graph.outputs[:1])
+    wanted = {v.name for v in c.part.leaving if v.differentiable}
+    return [v for v in c.graph.outputs if role(v) == "boundary" and of(v) in wanted]
 
 
 def of(value: ir.Value) -> str:

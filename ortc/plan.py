@@ -52,13 +52,11 @@ class Port(_Table):
     stages: list[int] | None = Field(None, description="of a boundary: the stages at the other end")
 
 
-class GraphFile(_Table):
-    """One ONNX file: a phase, or the template of the export."""
+class File(_Table):
+    """A file of the folder."""
 
     file: str = Field(description="path relative to the plan, with forward slashes")
     sha256: str
-    inputs: list[Port]
-    outputs: list[Port]
 
     @field_validator("file")
     @classmethod
@@ -67,6 +65,13 @@ class GraphFile(_Table):
         if ".." in parts or value.startswith(("/", "\\")) or ":" in parts[0]:
             raise ValueError("the path must stay inside the folder")
         return value
+
+
+class GraphFile(File):
+    """One ONNX file: a phase, or the template of the export."""
+
+    inputs: list[Port]
+    outputs: list[Port]
 
 
 class ParameterInfo(_Table):
@@ -185,6 +190,8 @@ def load_plan(folder: str | Path) -> Plan:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
+        if (path.parent / "part.json").exists():
+            raise PlanError(f"{folder} is one rank's part of a model: `ortc join` puts those of all ranks together") from None
         raise PlanError(f"{folder} has no plan.json: is it an output folder of `ortc compile`?") from None
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"cannot read {path}: {error}") from None

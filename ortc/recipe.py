@@ -192,16 +192,24 @@ def parse_recipe_text(text: str, source: str = "recipe") -> Recipe:
     Raises:
         RecipeError: if it is not TOML, or a field is wrong.
     """
+    return parse_recipe(parse_toml(text, source), source)
+
+
+def parse_toml(text: str, source: str) -> dict[str, Any]:
+    """The tables of TOML text.
+
+    Raises:
+        RecipeError: if it is not TOML.
+    """
     try:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10
         import tomli as tomllib  # type: ignore[no-redef,import-not-found,unused-ignore]
 
     try:
-        data = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"{source} is not valid TOML: {error}") from None
-    return parse_recipe(data, source)
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from ortc.compiler import Pass
+from ortc.passes.boundary import MarkBoundary
 from ortc.passes.forms import ForkEvaluation, InferenceTemplate, TrainingForm
 from ortc.passes.loss import AttachLoss
 from ortc.passes.optimizer import BuildOptimizer
@@ -21,6 +22,7 @@ def standard() -> list[Pass]:
     return [
         Prepare(),
         InferenceTemplate(),
+        MarkBoundary(),
         Upgrade(),
         PairQuantizers(),
         ChooseParameters(),

@@ -59,9 +59,9 @@ class TrainingForm(Pass):
     after = ("fork-evaluation",)
 
     def run(self, c: Compilation) -> None:
-        loss = c.graph.outputs[0]
+        kept = [v for v in c.graph.outputs if role(v) in ("loss", "boundary")]
         c.graph.outputs.clear()
-        c.graph.outputs.append(loss)
+        c.graph.outputs.extend(kept)
         op = Builder(c.graph)
         random = Randomness(op)
         for node in list(c.graph):

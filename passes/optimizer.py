@@ -269,7 +269,9 @@ def _shards(c: Compilation, held: Sequence[Sequence[ir.Value]]) -> list[dict[str
             "pipeline.zero: 1 shares the optimizer's state out to replicas, but there is one: add --data-parallel N"
         )
     sizes = [{of(v): _bytes(v) for v in values} for values in held]
-    owners = _owners(sizes, pipeline.replicas)
+    # Stages that are compiled apart agree on what they share.
+    tied = [w.name for w in c.part.boundary.weights if w.tied] if c.part is not None else []
+    owners = _owners(sizes, pipeline.replicas, {name: i % pipeline.replicas for i, name in enumerate(tied)})
     for stage, size in enumerate(sizes):
         largest = max(size, key=size.__getitem__, default="")
         if size and size[largest] * pipeline.replicas > sum(size.values()):
@@ -281,19 +283,21 @@ def _shards(c: Compilation, held: Sequence[Sequence[ir.Value]]) -> list[dict[str
     return [{f"optimizer.{r}": {name for name in size if owners[name] == r} for r in replicas} for size in sizes]
 
 
-def _owners(stages: Sequence[Mapping[str, int]], replicas: int) -> dict[str, int]:
+def _owners(stages: Sequence[Mapping[str, int]], replicas: int, given: Mapping[str, int]) -> dict[str, int]:
     """Which replica updates a parameter, in every stage that holds it: the largest first, where least lies so far.
 
     Args:
         stages: bytes by parameter, for each stage.
         replicas: how many there are.
+        given: parameters that are dealt out already.
     """
     sizes = {name: size for stage in stages for name, size in stage.items()}
     loads = [[0] * replicas for _ in stages]
     owners: dict[str, int] = {}
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
+    for name in sorted(sizes, key=lambda name: (name not in given, -sizes[name])):
         holding = [load for stage, load in zip(stages, loads, strict=True) if name in stage]
-        owners[name] = min(range(replicas), key=lambda r: max(load[r] for load in holding))
+        least = min(range(replicas), key=lambda r: max(load[r] for load in holding))
+        owners[name] = given.get(name, least)
         for load in holding:
             load[owners[name]] += sizes[name]
     return owners

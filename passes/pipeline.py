@@ -42,6 +42,8 @@ class Prepare(Pass):
                 f"({', '.join(separated[:3])}{', …' if len(separated) > 3 else ''})"
             )
         c.tied = tie_copies(c.model)
+        if c.part is not None:
+            c.tied |= {w.transposed[c.part.stage]: w.name for w in c.part.tied if c.part.stage in w.transposed}
         for value in c.graph.outputs:
             set_role(value, "output", of=value.name)
 
@@ -93,12 +95,17 @@ class Gradients(Pass):
     def run(self, c: Compilation) -> None:
         trained = {p.name for p in c.parameters if p.trainable} | set(c.recipe.wrt)
         wanted = [v for v in c.graph.inputs if of(v) in trained and role(v) in ("parameter", "data")]
-        crossing = {v.name for v in depending_on(list(c.graph), wanted)} if len(c.stages) > 1 else set()
+        crossing: set[str | None] = set()
         returned: dict[str, list[int]] = {}
+        if c.part is not None:
+            crossing = {v.name for v in c.part.arriving if v.differentiable}
+            returned = {v.name: list(v.readers) for v in c.part.leaving if v.differentiable}
+        elif len(c.stages) > 1:
+            crossing = {v.name for v in depending_on(list(c.graph), wanted)}
         for stage, phases in reversed(list(enumerate(c.stages))):
             if "train" in phases:
                 seed = loss_seed if c.recipe.precision.scaling == "none" else _loss_scale
-                _differentiate(phases["train"].graph, stage, trained, crossing, returned, seed)
+                _differentiate(phases["train"].graph, stage, trained, crossing, returned, seed, promised=c.part is not None)
 
 
 def _differentiate(
@@ -108,6 +115,7 @@ def _differentiate(
     crossing: Container[str | None],
     returned: dict[str, list[int]],
     seed: Callable[[Builder, ir.Value], ir.Value],
+    promised: bool,
 ) -> None:
     """Append the backward of one stage.
 
@@ -118,6 +126,7 @@ def _differentiate(
         crossing: values between stages that want one.
         returned: of such a value, the stages that give back a gradient; this one's are added.
         seed: makes the gradient of the loss.
+        promised: another stage counts on the gradients of values between stages, be they zero.
     """
     op = Builder(graph)
     seeds = {}
@@ -129,7 +138,7 @@ def _differentiate(
     wanted = [v for v in graph.inputs if of(v) in trained and role(v) in ("parameter", "data")]
     boundary = [v for v in graph.inputs if role(v) == "boundary" and of(v) in crossing and is_float(v)]
     gradients = build_gradients(op, seeds, [*wanted, *boundary])
-    for value in wanted:
+    for value in [*wanted, *(boundary if promised else [])]:
         if value not in gradients:  # another stage has the use that the loss depends on
             with op.scope(f"{value.name}.grad", origin=value.name or "", pass_="gradients"):
                 gradients[value] = op.copy(op.zeros_like(value), like=value)
@@ -180,8 +189,9 @@ class Lower(Pass):
 
 
 def _finishing(c: Compilation) -> list[ir.Model]:
-    """The models that come to be run: of every stage, and the criterion."""
-    return [*(model for phases in c.stages for model in phases.values()), c.graphs["criterion"]]
+    """The models that come to be run: of every stage, and the criterion, where the loss is."""
+    criterion = [c.graphs["criterion"]] if "criterion" in c.graphs else []
+    return [*(model for phases in c.stages for model in phases.values()), *criterion]
 
 
 def keeps(target: Target, node: ir.Node) -> bool:

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from ortc.boundary import Part
 from ortc.compiler import STAGES, Compilation, Pass, of, role, set_role, set_stages, stages_of
 from ortc.errors import RecipeError
 from ortc.graph.builder import Builder
 from ortc.graph.cut import carve, cut, needed, read_by
 from ortc.graph.partition import StageRow
 from ortc.graph.shapes import dims
+from ortc.passes.boundary import part_row
 from ortc.passes.costs import LINK_BANDWIDTH
 from ortc.passes.optimizer import state_slots
 from ortc.passes.partition import PartitionOptions, assign_stages
@@ -37,6 +39,9 @@ class CutStages(Pass):
         evaluation = c.graphs.pop("eval")
         pipeline = c.recipe.pipeline
         schedule = _schedule(c)
+        if c.part is not None:
+            _place_part(c, c.part, evaluation, schedule)
+            return
         if pipeline.stages == 1:
             c.stages = [{"train": c.model, "eval": evaluation}]
             return
@@ -49,6 +54,22 @@ class CutStages(Pass):
         _cut_into(c, "train", c.model, places)
         _cut_into(c, "eval", evaluation, _by_inputs(evaluation.graph, places))
         check(schedule, _edges(c))
+
+
+def _place_part(c: Compilation, part: Part, evaluation: ir.Model, schedule: Schedule) -> None:
+    """The model is one stage already; those that are compiled elsewhere stay empty."""
+    row = part_row(c, part, _options(c, schedule), _sizes(c), state_slots(c))
+    c.costs = [_costs(row, in_flight(schedule)[part.stage])] * part.boundary.stages
+    c.stages = [{} for _ in range(part.boundary.stages)]
+    c.stages[part.stage] = {"train": c.model, "eval": evaluation}
+    for model in c.stages[part.stage].values():
+        op = Builder(model.graph)
+        for value in [v for v in model.graph.inputs if role(v) == "boundary"]:
+            name, source = of(value), stages_of(value) or []
+            set_stages(set_role(_as_wide_input(op, value), "boundary", of=name), source)
+        for value in [v for v in model.graph.outputs if role(v) == "boundary"]:
+            name, readers = of(value), stages_of(value) or []
+            set_stages(set_role(_as_wide_output(op, value), "boundary", of=name), readers)
 
 
 def _schedule(c: Compilation) -> Schedule:

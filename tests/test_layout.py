@@ -23,7 +23,17 @@ ENGINE, PASSES = ROOT / "ortc", ROOT / "passes"
 # The commands and what they start with, and the side that users' tests see: they may name the passes.
 ABOVE_THE_PASSES = {"ortc/cli.py", "ortc/compiler.py", "ortc/testing.py"}
 
-RUNTIME_MAY = {"ortc.runtime", "ortc.plan", "ortc.recipe", "ortc.errors", "numpy", "onnxruntime", "safetensors", "rich"}
+RUNTIME_MAY = {
+    "ortc.runtime",
+    "ortc.boundary",
+    "ortc.plan",
+    "ortc.recipe",
+    "ortc.errors",
+    "numpy",
+    "onnxruntime",
+    "safetensors",
+    "rich",
+}
 RUNTIME_MAY |= {"mpi4py", "ml_dtypes"}  # the transport, when it needs them
 GRAPH_MAY = {"ortc.graph", "ortc.errors", "numpy", "onnx", "onnx_ir"}
 PASSES_MAY = {

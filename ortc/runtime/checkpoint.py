@@ -77,14 +77,20 @@ class Progress:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def write_index(folder: Path, plan: Plan) -> None:
+def write_index(folder: Path, plan: Plan, file_of: Mapping[str, str] | None = None) -> None:
     """Complete the initial checkpoint, whose ``parameters.safetensors`` lies in the folder.
+
+    Args:
+        folder: the checkpoint's.
+        plan: of what is in it.
+        file_of: the file of each parameter, where that is another.
 
     Raises:
         OSError: if a file cannot be read or written.
     """
-    entries = {p.name: _entry(p.dtype, p.shape, PARAMETERS) for p in plan.parameters}
-    files = {PARAMETERS: _sha256(folder / PARAMETERS)}
+    placed = {p.name: PARAMETERS if file_of is None else file_of[p.name] for p in plan.parameters}
+    entries = {p.name: _entry(p.dtype, p.shape, placed[p.name]) for p in plan.parameters}
+    files = {name: file_hash(folder / name) for name in sorted({*placed.values()} or {PARAMETERS})}
     _write_index(folder, plan.fingerprint, 0, Progress(), entries, {}, files)
 
 
@@ -166,7 +172,7 @@ def _write_shard(folder: Path, worker: Worker) -> dict[str, Any]:
     return {
         "parameters": {name: _entry(a.dtype.name, a.shape, names[PARAMETERS]) for name, a in values.items()},
         "optimizer": optimizer,
-        "files": {f: _sha256(folder / f) for f in names.values() if (folder / f).exists()},
+        "files": {f: file_hash(folder / f) for f in names.values() if (folder / f).exists()},
     }
 
 
@@ -381,7 +387,7 @@ def _difference(theirs: dict[str, Any], ours: dict[str, ParameterInfo]) -> str:
 def _check_files(folder: Path, index: dict[str, Any]) -> None:
     for name, sha256 in index["files"].items():
         try:
-            found = _sha256(folder / name)
+            found = file_hash(folder / name)
         except OSError as error:
             raise Damaged(f"checkpoint {folder} is damaged: cannot read {name}: {error.strerror}") from None
         if found != sha256:
@@ -461,7 +467,8 @@ def _checksum(index: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
-def _sha256(path: Path) -> str:
+def file_hash(path: Path) -> str:
+    """The sha256 of a file, as hexadecimal text."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 20):

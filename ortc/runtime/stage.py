@@ -315,7 +315,7 @@ class Stage:
         if name in self.stage.phases:
             for port, made in self._run(name, part, kept, kept, seed=seed, step=step):
                 if port.role == "boundary_gradient":
-                    leaving[key(port), peer(port)] = made
+                    leaving.update({(key(port), to): made for to in port.stages or []})
                 elif port.role == "gradient":
                     self.input_gradients.setdefault(key(port), {})[part.index] = made.numpy()
                 if port.name in self._keep:

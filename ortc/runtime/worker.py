@@ -12,7 +12,7 @@ from ortc.errors import PlanError
 from ortc.plan import Plan
 from ortc.runtime.batch import key
 from ortc.runtime.schedule import Action, Schedule, make_schedule, with_transfers
-from ortc.runtime.stage import Feed, Part, Stage, peer, square_norm, view
+from ortc.runtime.stage import Feed, Part, Stage, square_norm, view
 from ortc.runtime.transport import Request, Transport
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ class Routes:
                         for to in port.stages or []:
                             routes.setdefault((stage.index, to), []).append(key(port))
                     elif port.role == "boundary_gradient":
-                        self.backward.setdefault((stage.index, peer(port)), []).append(key(port))
+                        for to in port.stages or []:
+                            self.backward.setdefault((stage.index, to), []).append(key(port))
         holders: dict[str, list[int]] = {p.name: [] for p in plan.trainable()}
         for stage in plan.stages:
             for name in stage.parameters:
