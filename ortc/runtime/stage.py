@@ -117,14 +117,14 @@ class Phase:
         self._nothing = self._value(np.zeros((), np.float32))
 
     def bind_input(self, port: Port, array: np.ndarray) -> None:
-        """Let the session read the array's memory; it must outlive the binding."""
+        """Let the session read the array's memory, in the port's shape; it must outlive the binding."""
         assert array.flags.c_contiguous  # otherwise ONNX Runtime would read a copy
-        self.binding.bind_ortvalue_input(port.name, self._value(array))
+        self.binding.bind_ortvalue_input(port.name, self._value(_in_shape_of(port, array)))
 
     def bind_output(self, port: Port, array: np.ndarray) -> None:
         """Let the session write into the array's memory."""
         assert array.flags.c_contiguous
-        self.binding.bind_ortvalue_output(port.name, self._value(array))
+        self.binding.bind_ortvalue_output(port.name, self._value(_in_shape_of(port, array)))
 
     def leave_output(self, port: Port) -> None:
         """Let the session allocate the output in each run."""
@@ -155,6 +155,14 @@ class Phase:
         for port in self._free:
             self.binding.bind_output(port.name, "cpu")
         return list(zip(self._free, values, strict=True))
+
+
+def _in_shape_of(port: Port, array: np.ndarray) -> np.ndarray:
+    """The same memory; an optimizer has a large parameter in rows that are no rows of its own."""
+    shape = [d for d in port.shape or () if isinstance(d, int)]
+    if len(shape) != len(port.shape or ()) or math.prod(shape) != array.size:
+        return array
+    return array.reshape(shape)
 
 
 def _owned(values: Sequence[Any]) -> list[Any]:
@@ -237,7 +245,12 @@ class Stage:
         self.values = {n: values[n] for n in stage.parameters}
         self._optimizer = stage.optimizer(replica)
         state_ports = [p for p in _inputs(stage, self._optimizer) if p.role == "state"]
-        self.states: dict[StateKey, np.ndarray] = {_state_key(p): _zeros(p) for p in state_ports}
+        # Where the optimizer has a parameter in chunks, it has its states so too: in another shape.
+        chunked = {key(p): p.shape for p in _inputs(stage, self._optimizer) if p.role == "parameter"}
+        self.states: dict[StateKey, np.ndarray] = {
+            _state_key(p): _zeros(p).reshape(infos[key(p)].shape if p.shape == chunked[key(p)] else p.shape)  # type: ignore[arg-type]
+            for p in state_ports
+        }
         self.input_gradients: dict[str, dict[int, np.ndarray]] = {}
         self.loss = 0.0
         self.loss_scale = 1.0
