@@ -37,6 +37,9 @@ MARK = "ortc.recompute"
 # over 64 numbers (a head's scores) 7e9, one over 768 (a dense layer) 0.6e9, a 3×3 convolution of 64 channels 0.8e9.
 RATE = 2e9
 
+# How many nodes are looked at for a gradient that a clone can wait for.
+_FAR = 200
+
 # ---- what is known of operators --------------------------------------------------------------------------------------
 
 
@@ -360,7 +363,6 @@ class _Writer:
         self.op = Builder(graph)
         self.again: dict[ir.Value, ir.Value] = {}
         self._place = {v: i for i, node in enumerate(cut.backward) for v in node.outputs}
-        self._newest = [node.outputs[0] for node in cut.backward]
 
     def read_clones(self, node: ir.Node) -> None:
         """Let a node read what was made again."""
@@ -404,8 +406,18 @@ class _Writer:
         anyway; so that nothing is drawn into a phase that does not need it."""
         here = self._place[reader.outputs[0]]
         seen, level = {reader}, [reader]
-        for _ in range(8):
-            arrived = [v for node in level for v in node.inputs if v is not None and self._place.get(v, here) < here]
+        while level and len(seen) < _FAR:
+            arrived: list[ir.Value] = []
+            for node in level:  # grows
+                for value in node.inputs:
+                    producer = None if value is None or value not in self._place else value.producer()
+                    if value is None or producer is None:
+                        continue
+                    if self._place[value] < here:
+                        arrived.append(value)
+                    elif producer not in seen:
+                        seen.add(producer)
+                        level.append(producer)
             if arrived:
                 return max(arrived, key=lambda v: self._place[v])
             level = list(dict.fromkeys(u.node for n in level for v in n.outputs for u in v.uses() if u.node not in seen))

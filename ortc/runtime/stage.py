@@ -46,8 +46,19 @@ def import_onnxruntime() -> Any:
 
 _DISABLED = ["CommonSubexpressionElimination", "NoopElimination"]
 
+# They round otherwise than the nodes they stand for, and only where nothing else reads what lies between: a value that the backward
+# reads in one compilation, and computes again in another, would decide the last bits of a gradient.
+_ROUNDING = [
+    *("MatMulAddFusion", "MatMulScaleFusion", "MatMulActivationFusion", "GemmActivationFusion", "GemmSumFusion", "DivMulFusion"),
+    *("GeluFusion", "FastGeluFusion", "QuickGeluFusion", "BiasGeluFusion", "BiasSoftmaxFusion", "BiasSoftmaxDropoutFusion"),
+    *("LayerNormFusion", "SimplifiedLayerNormFusion", "SkipLayerNormFusion", "EmbedLayerNormFusion", "AttentionFusion"),
+    *("ConvActivationFusion", "ConvAddActivationFusion", "ConvAddFusion", "ConvMulFusion"),
+]
 
-def open_session(model: str | bytes, name: str, target: str, threads: int | None = None) -> onnxruntime.InferenceSession:
+
+def open_session(
+    model: str | bytes, name: str, target: str, threads: int | None = None, *, exact: bool = False
+) -> onnxruntime.InferenceSession:
     """Open a graph with the options that training needs.
 
     The compiler decides the order of the nodes, and recomputed values must not be merged back into the originals. The search
@@ -58,6 +69,7 @@ def open_session(model: str | bytes, name: str, target: str, threads: int | None
         name: what to call it in an error.
         target: the plan's target.
         threads: of one operator; None for all cores.
+        exact: as the graph is written, to the last bit.
 
     Raises:
         OrtcError: if the installed build cannot open it.
@@ -72,8 +84,9 @@ def open_session(model: str | bytes, name: str, target: str, threads: int | None
         options.intra_op_num_threads = threads
     if hasattr(ort, "ExecutionOrder"):
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
+    disabled = [*_DISABLED, *_ROUNDING] if exact else _DISABLED
     try:
-        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"], disabled_optimizers=_DISABLED)
+        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled)
     except Exception as error:
         hint = ""
         if target == "ort-training":
@@ -106,9 +119,9 @@ Feed = Any  # an array, or an OrtValue that another session made
 class Phase:
     """A session with its IO binding. Arrays are bound once; batches, and what passes between phases and stages, anew."""
 
-    def __init__(self, folder: Path, graph: GraphFile, target: str, threads: int | None) -> None:
+    def __init__(self, folder: Path, graph: GraphFile, target: str, threads: int | None, *, exact: bool) -> None:
         self.graph = graph
-        self.session = open_session(read_graph(folder, graph), str(folder / graph.file), target, threads)
+        self.session = open_session(read_graph(folder, graph), str(folder / graph.file), target, threads, exact=exact)
         self.binding = self.session.io_binding()
         self._value = import_onnxruntime().OrtValue.ortvalue_from_numpy
         self.loose = [p for p in graph.inputs if p.role in LOOSE]
@@ -375,7 +388,8 @@ class Stage:
         if name not in self._phases:
             if name not in self.stage.phases:
                 raise OrtcError(f"{self.folder} has no {name} phase")
-            phase = Phase(self.folder, self.stage.phases[name], self.plan.target, self.threads)
+            exact = name in ("train", "forward", *BACKWARD)
+            phase = Phase(self.folder, self.stage.phases[name], self.plan.target, self.threads, exact=exact)
             self._bind(name, phase)
             self._phases[name] = phase
         return self._phases[name]
