@@ -46,9 +46,11 @@ def import_onnxruntime() -> Any:
 
 _DISABLED = ["CommonSubexpressionElimination", "NoopElimination"]
 
-# They round otherwise than the nodes they stand for, and only where nothing else reads what lies between: a value that the backward
-# reads in one compilation, and computes again in another, would decide the last bits of a gradient.
+# They round otherwise than the nodes they stand for (or sum in another order), and which nodes they take depends on who reads what
+# lies between: a value that the backward reads in one compilation, and computes again in another, would decide the last bits of a
+# gradient.
 _ROUNDING = [
+    *("TransposeOptimizer", "TransposeOptimizer_CPUExecutionProvider"),
     *("MatMulAddFusion", "MatMulScaleFusion", "MatMulActivationFusion", "GemmActivationFusion", "GemmSumFusion", "DivMulFusion"),
     *("GeluFusion", "FastGeluFusion", "QuickGeluFusion", "BiasGeluFusion", "BiasSoftmaxFusion", "BiasSoftmaxDropoutFusion"),
     *("LayerNormFusion", "SimplifiedLayerNormFusion", "SkipLayerNormFusion", "EmbedLayerNormFusion", "AttentionFusion"),
