@@ -473,7 +473,7 @@ def _value(text: str) -> Any:
 
 def describe_plan(plan: Plan, output: Path) -> str:
     """What was compiled, in a few lines: what was chosen, and how to choose otherwise."""
-    from ortc.inspection import schedule_name, stage_lines
+    from ortc.inspection import recompute_lines, schedule_name, stage_lines
 
     trained = plan.trainable()
     count = sum(math.prod(p.shape) for p in trained)
@@ -496,6 +496,7 @@ def describe_plan(plan: Plan, output: Path) -> str:
             f"  pipeline    {how}{pipeline.parts} micro-batches, {ranks} ranks (--stages, --micro-batches, --pipeline)"
         )
         lines += stage_lines(plan)
+    lines += recompute_lines(plan)
     lines += [f"warning: {text}" for text in plan.warnings]
     lines.append(f"next: ortc run {folder} --data train.npz")
     return "\n".join(lines)

@@ -130,9 +130,10 @@ class Recompute(Pass):
 
     def run(self, c: Compilation) -> None:
         wanted = c.recipe.recompute
-        policy, budget = wanted.nodes or "none", wanted.budget
+        policy, budget = wanted.nodes, wanted.budget
         if policy == "none" and budget is None:
             return
+        check_policy(policy)
         pipeline = c.recipe.pipeline
         schedule = schedule_of(c)
         waiting = in_flight(schedule)
@@ -145,13 +146,11 @@ class Recompute(Pass):
             cut = _Parts(graph, concrete_sizes(graph, binding), divided=pipeline.divided)
             static = cut.static_bytes(slots)
             before = recompute.follow(cut.training, ())
-            room = None
-            if budget is not None:
-                # Each micro-batch in flight keeps its stash; the one whose backward runs is in the peak.
-                room = _Room(budget // chunks, static, waiting[stage] - 1 if pipeline.stages > 1 else 0)
+            # Each micro-batch in flight keeps its stash; the one whose backward runs is in the peak.
+            parked = waiting[stage] - 1 if pipeline.stages > 1 else 0
+            room = None if budget is None else _Room(budget // chunks, static, parked)
             choice = _choose(cut, policy, room, stage if pipeline.stages > 1 else None)
             write_clones(graph, cut, choice)
-            parked = waiting[stage] - 1 if pipeline.stages > 1 else 0
             c.recomputed[stage] = Recomputed(
                 policy="auto" if policy == "none" else policy,
                 nodes=[cut.forward[i].name or "" for i in choice.clones],
@@ -249,16 +248,13 @@ def _hoist_sizes(graph: ir.Graph, forward: set[ir.Node]) -> None:
 
 def _choose(cut: _Parts, policy: str, room: _Room | None, stage: int | None) -> Choice:
     t = cut.training
-    if policy in ("none", "auto"):
-        chosen = recompute.minimum_cut(t, RATE) if room is None else set()
-    elif policy == "full":
-        chosen, _ = recompute.least(t, [recompute.repeated_layers(t)])
+    if policy == "full":
+        choice = recompute.least(t)
+    elif policy in ("none", "auto"):
+        choice = recompute.best(t, RATE) if room is None else recompute.follow(t, ())
     else:
-        chosen = _named(cut, policy)
-    choice = recompute.follow(t, chosen)
-    if room is None:
-        return choice
-    return _fitting(cut, policy, choice, room, stage)
+        choice = recompute.follow(t, _named(cut, policy))
+    return choice if room is None else _fitting(cut, policy, choice, room, stage)
 
 
 def _fitting(cut: _Parts, policy: str, choice: Choice, room: _Room, stage: int | None) -> Choice:
@@ -280,19 +276,18 @@ def _fitting(cut: _Parts, policy: str, choice: Choice, room: _Room, stage: int |
             f"{where}recompute {policy!r} takes {_mib(taken(choice))} as predicted, more than the memory budget of "
             f"{_mib(room.budget)}; `--recompute auto` finds what fits, if anything does"
         )
-    starts = [recompute.minimum_cut(t, RATE), recompute.repeated_layers(t)]
     room_for_peak = room.budget - room.static
     lowest: Choice | None = None
     for _ in range(6 if room.parked else 1):  # the other micro-batches' stashes follow from the choice
         if room_for_peak <= 0:
             break
-        _, made = recompute.fit(t, room_for_peak, starts)
+        made = recompute.fit(t, room_for_peak)
         if taken(made) <= room.budget:
             return made
         lowest = made if lowest is None or taken(made) < taken(lowest) else lowest
         room_for_peak = min(room_for_peak - 1, room.budget - room.static - room.parked * cut.kept(made))
     if lowest is None or room.parked:
-        _, made = recompute.least(t, starts)
+        made = recompute.least(t)
         lowest = made if lowest is None or taken(made) < taken(lowest) else lowest
     if taken(lowest) <= room.budget:
         return lowest

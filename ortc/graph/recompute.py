@@ -5,8 +5,9 @@ A training graph is a forward and a backward, both in order. The choice is a set
 before the first node that reads it, and each runs at most once.
 
 * :func:`minimum_cut`: the least of bytes kept and seconds spent, at a rate of exchange between the two; exact.
-* :func:`fit`: the least time whose peak fits a budget: a knapsack by dynamic programming over the windows of a line, whose
-  options are such cuts and whole windows; then a local search. :func:`least` is the lowest peak that it finds.
+* :func:`best`, :func:`fit`, :func:`least`: the least of peak and seconds at a rate; the least seconds whose peak fits a budget;
+  the least peak. All look at the peak itself, for choices that a dynamic program makes for many budgets: a knapsack over the
+  windows of a line, whose options are such cuts and whole windows. A local search ends it.
 * :func:`repeated_layers`: the layers of a model, as people recompute them.
 """
 
@@ -14,8 +15,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +26,10 @@ import numpy as np
 _BUCKETS, _JOINED, _WINDOWS = 400, 16, 192
 # Rates of exchange (bytes a second) whose cuts are a window's options.
 _RATES = (1e8, 3e8, 1e9, 3e9, 1e10, 3e10, 1e11)
-_TRIES = 160
+# Values of fewer bytes do not count where it is asked how many values cross.
+_SMALL = 1024
+# Budgets that are tried; moves of the local search, and nodes that it may look at in all.
+_STEPS, _TRIES, _WORK = 12, 160, 300_000
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,11 @@ class Training:
     def wanted(self) -> list[int]:
         """The values of the forward that the backward reads, by their first reader."""
         return list(dict.fromkeys(v for node in self.backward for v in node.reads if v in self.maker))
+
+    @cached_property
+    def wanted_set(self) -> frozenset[int]:
+        """The same as a set."""
+        return frozenset(self.wanted)
 
     @cached_property
     def last_read(self) -> dict[int, int]:
@@ -216,29 +227,39 @@ def minimum_cut(t: Training, rate: float, allowed: Collection[int] | None = None
 # ---- a line of windows -----------------------------------------------------------------------------------------------
 
 
-def necks(t: Training) -> list[int]:
-    """Where the forward is narrow: positions before which few bytes are made that later nodes read, ends included.
+@dataclass(frozen=True)
+class Line:
+    """The forward as a line: where it is narrow.
 
-    Position ``p`` lies before node ``p``; kept are those where fewer bytes cross than at both neighbours.
+    Attributes:
+        necks: positions (``p`` lies before node ``p``) where fewer bytes cross than just before and after; both ends are in.
+        marks: those of them where as few values cross as anywhere: between layers.
     """
-    crossing = _crossing(t)
-    inside = [p for p in range(1, len(t.forward)) if crossing[p] <= crossing[p - 1] and crossing[p] < crossing[p + 1]]
-    if len(inside) > _WINDOWS:  # the narrowest, spread over the line
-        step = len(inside) / _WINDOWS
-        groups = [inside[round(k * step) : round((k + 1) * step)] for k in range(_WINDOWS)]
-        inside = [min(group, key=lambda p: (crossing[p], p)) for group in groups if group]
-    return [0, *inside, len(t.forward)]
+
+    necks: list[int]
+    marks: list[int]
 
 
-def _crossing(t: Training) -> list[int]:
-    change = [0] * (len(t.forward) + 2)
+def line_of(t: Training) -> Line:
+    """The necks of a forward, at most ``_WINDOWS`` windows of them, and its marks."""
+    length = len(t.forward)
+    crossing, count = [0] * (length + 2), [0] * (length + 2)
     for i, node in enumerate(t.forward):
         for v in node.makes:
             end = t.last_read.get(v, i)
             if not node.view and end > i:
-                change[i + 1] += t.sizes[v]
-                change[end + 1] -= t.sizes[v]
-    return list(np.cumsum(change))
+                crossing[i + 1] += t.sizes[v]
+                crossing[end + 1] -= t.sizes[v]
+                if t.sizes[v] >= _SMALL:
+                    count[i + 1] += 1
+                    count[end + 1] -= 1
+    bytes_at, values_at = np.cumsum(crossing), np.cumsum(count)
+    inside = [p for p in range(1, length) if bytes_at[p] <= bytes_at[p - 1] and bytes_at[p] < bytes_at[p + 1]]
+    fewest = min((values_at[p] for p in inside), default=0)
+    marks = [p for p in inside if values_at[p] == fewest]
+    groups = [list(g) for g in np.array_split(inside, _WINDOWS)] if len(inside) > _WINDOWS else [[p] for p in inside]
+    chosen = [int(min(g, key=lambda p: (values_at[p] != fewest, bytes_at[p], p))) for g in groups if g]
+    return Line([0, *chosen, length], [0, *marks, length])
 
 
 def _leaving(t: Training, start: int, end: int) -> set[int]:
@@ -246,7 +267,7 @@ def _leaving(t: Training, start: int, end: int) -> set[int]:
     return {i for i in range(start, end) for v in t.forward[i].makes if t.last_read.get(v, i) >= end and t.sizes[v] > 0}
 
 
-def whole_windows(t: Training, ends: Sequence[int]) -> set[int]:
+def _whole(t: Training, ends: Sequence[int]) -> set[int]:
     """All nodes of the windows between positions, but for those that make what later windows read."""
     chosen: set[int] = set()
     for start, end in zip(ends, ends[1:], strict=False):
@@ -254,43 +275,36 @@ def whole_windows(t: Training, ends: Sequence[int]) -> set[int]:
     return chosen
 
 
-def repeated_layers(t: Training, fewest: int = 2) -> set[int]:
-    """The nodes of the layers that repeat: the longest run of windows between the narrowest positions whose kinds repeat.
+def repeated_layers(t: Training) -> set[int]:
+    """The nodes of the layers that repeat: the longest run of windows between marks whose kinds repeat.
 
-    Where nothing repeats, about as many equal parts of the kept bytes as the square root of the windows (Chen et al. 2016,
-    arXiv 1604.06174).
+    Where nothing repeats, about as many parts, of equal kept bytes, as the square root of the windows (Chen et al. 2016,
+    arXiv 1604.06174); not the last, whose backward comes first.
     """
-    ends, crossing = necks(t), _crossing(t)
-    if len(ends) < 3:
-        return set()
-    narrow = min(crossing[p] for p in ends[1:-1])
-    for width in (narrow, None):
-        marks = [0, *(p for p in ends[1:-1] if width is None or crossing[p] <= 1.5 * width), len(t.forward)]
-        kinds = [tuple(node.kind for node in t.forward[a:b]) for a, b in zip(marks, marks[1:], strict=False)]
-        start, period, times = _longest_run(kinds, fewest)
-        if times * period * 2 >= len(kinds):
-            return whole_windows(t, [marks[start + k * period] for k in range(times + 1)])
-    parts = max(2, math.isqrt(len(ends) - 1))
+    line = line_of(t)
+    kinds = [tuple(node.kind for node in t.forward[a:b]) for a, b in zip(line.marks, line.marks[1:], strict=False)]
+    start, period, times = _longest_run(kinds)
+    if 2 * times * period >= len(kinds):
+        return _whole(t, [line.marks[start + k * period] for k in range(times + 1)])
     wanted = {t.maker[v] for v in t.wanted}
-    bytes_until = np.cumsum([sum(t.sizes[v] for v in n.makes) if i in wanted else 0 for i, n in enumerate(t.forward)])
-    marks = [0]
+    until = np.cumsum([0, *(sum(t.sizes[v] for v in n.makes) if i in wanted else 0 for i, n in enumerate(t.forward))])
+    parts, marks = max(2, math.isqrt(len(line.necks) - 1)), [0]
     for k in range(1, parts):
-        target = bytes_until[-1] * k / parts
-        near = min(ends[1:-1], key=lambda p: (abs(bytes_until[p - 1] - target), p))
+        near = min(line.necks[1:-1], key=lambda p: (abs(until[p] * parts - until[-1] * k), p), default=0)
         if near > marks[-1]:
             marks.append(near)
-    return whole_windows(t, marks)  # the last part's backward comes first, and would run it again at once
+    return _whole(t, marks)
 
 
-def _longest_run(kinds: Sequence[object], fewest: int) -> tuple[int, int, int]:
+def _longest_run(kinds: Sequence[object]) -> tuple[int, int, int]:
     """Where a repetition starts, its period and how often it comes, so that it covers most; of equal ones the shortest."""
     best = (0, 1, 0)
-    for period in range(1, min(len(kinds) // fewest, 64) + 1):
+    for period in range(1, min(len(kinds) // 2, 64) + 1):
         run = 0
-        for i in range(len(kinds) - period + 1):
-            run = run + 1 if i + period < len(kinds) and kinds[i] == kinds[i + period] else 0
+        for i in range(len(kinds) - period):
+            run = run + 1 if kinds[i] == kinds[i + period] else 0
             times = 1 + run // period
-            if run and times >= fewest and times * period > best[1] * best[2]:
+            if run >= period and times * period > best[1] * best[2]:
                 best = (i + 1 - run, period, times)
     return best
 
@@ -305,26 +319,40 @@ class _Option:
     nodes: frozenset[int]
 
 
-class _Line:
-    """The windows of a graph with their options; see :func:`fit`."""
+class _Windows:
+    """The windows of a line with their options.
+
+    A window of the necks runs again as a whole, alone or with its next ones, or not at all; a window of the marks has the
+    nodes of minimum cuts at several rates.
+    """
 
     def __init__(self, t: Training) -> None:
-        self.t, self.ends = t, necks(t)
+        self.t = t
+        line = line_of(t)
+        self.ends = sorted({*line.necks, *line.marks})
         self._wanted = set(t.wanted)
-        cuts = [minimum_cut(t, rate) for rate in _RATES]
-        # By the window's first and last: several windows only as a whole.
-        self.options: dict[tuple[int, int], list[_Option]] = {}
-        for a in range(len(self.ends) - 1):
-            for b in range(a + 1, min(a + _JOINED, len(self.ends) - 1) + 1):
-                start, end = self.ends[a], self.ends[b]
-                leaving = _leaving(t, start, end)
-                choices = [set(range(start, end)) - leaving]
-                if b == a + 1:
-                    choices += [set(), *({i for i in cut if start <= i < end} for cut in cuts)]
-                made = (self._option(start, end, leaving, chosen) for chosen in choices)
-                self.options[a, b] = list({o.nodes: o for o in made}.values())
+        self.cuts: list[set[int]] = [set() for _ in _RATES]
+        options: dict[tuple[int, int], list[_Option]] = {}
+        joined = max(2, min(_JOINED, 20_000 // max(len(t.forward), 1)))  # so that the time stays linear
+        for a, start in enumerate(self.ends[:-1]):
+            options.setdefault((a, a + 1), []).append(self._option(start, self.ends[a + 1], set()))
+            for b in range(a + 1, min(a + joined, len(self.ends) - 1) + 1):
+                chosen = set(range(start, self.ends[b])) - _leaving(t, start, self.ends[b])
+                options.setdefault((a, b), []).append(self._option(start, self.ends[b], chosen))
+        place = {end: a for a, end in enumerate(self.ends)}
+        known: dict[object, list[frozenset[int]]] = {}
+        for start, end in zip(line.marks, line.marks[1:], strict=False):
+            piece = _window(t, start, end)
+            same = _outline(piece)
+            if same not in known:
+                known[same] = [frozenset(minimum_cut(piece, rate)) for rate in _RATES]
+            for cut, found in zip(self.cuts, known[same], strict=True):
+                chosen = {start + i for i in found}
+                cut |= chosen
+                options.setdefault((place[start], place[end]), []).append(self._option(start, end, chosen))
+        self.options = {key: list({o.nodes: o for o in found}.values()) for key, found in sorted(options.items())}
 
-    def _option(self, start: int, end: int, leaving: set[int], chosen: set[int]) -> _Option:
+    def _option(self, start: int, end: int, chosen: set[int]) -> _Option:
         t = self.t
         nodes: set[int] = set()
         needed = [v for i in range(start, end) for v in t.forward[i].makes if v in self._wanted]
@@ -336,10 +364,11 @@ class _Line:
                 found = [v for v in t.forward[i].reads if v not in seen and start <= t.maker.get(v, -1) < end]
                 seen.update(found)
                 needed.extend(found)
-        made = {v for i in range(start, end) if not t.forward[i].view for v in t.forward[i].makes}
-        crossing = {v for i in leaving for v in t.forward[i].makes if t.last_read.get(v, i) >= end}
-        kept = sum(t.sizes[v] for v in made & (seen | crossing) if t.maker[v] not in nodes)
-        inside = sum(t.sizes[v] for v in made & seen if t.maker[v] in nodes)
+        if chosen:  # what comes after may read it
+            seen |= {v for i in _leaving(t, start, end) for v in t.forward[i].makes if t.last_read.get(v, i) >= end}
+        plain = [v for i in range(start, end) if not t.forward[i].view for v in t.forward[i].makes if v in seen]
+        kept = sum(t.sizes[v] for v in plain if t.maker[v] not in nodes)
+        inside = sum(t.sizes[v] for v in plain if t.maker[v] in nodes)
         return _Option(kept, inside, t.seconds(nodes), frozenset(nodes))
 
     def cheapest(self, budget: int) -> set[int] | None:
@@ -349,103 +378,146 @@ class _Line:
         last = len(self.ends) - 1
         best = np.full((last + 1, _BUCKETS + 1), np.inf)
         best[0, 0] = 0.0
-        came: dict[tuple[int, int], tuple[int, int, _Option]] = {}
-        for (a, b), options in sorted(self.options.items()):
+        came = np.full((last + 1, _BUCKETS + 1, 2), -1)
+        every: list[tuple[int, _Option]] = []
+        for (a, b), options in self.options.items():
             for option in options:
                 kept = math.ceil(option.kept / unit)
                 room = math.floor((budget - option.kept - option.inside) / unit)
-                if room < 0:
-                    continue
                 reach = min(room, _BUCKETS - kept) + 1
-                if reach <= 0:
+                if room < 0 or reach <= 0:
                     continue
+                every.append((a, option))
                 candidate = best[a, :reach] + option.seconds
                 target = best[b, kept : kept + reach]
-                for k in np.flatnonzero(candidate < target):
-                    came[b, kept + int(k)] = (a, int(k), option)
-                np.minimum(target, candidate, out=target)
-        if not np.isfinite(best[last]).any():
+                better = np.flatnonzero(candidate < target)
+                target[better] = candidate[better]
+                came[b, kept + better, 0] = better
+                came[b, kept + better, 1] = len(every) - 1
+        bucket = int(np.argmin(best[last]))
+        if not np.isfinite(best[last, bucket]):
             return None
-        place, bucket, chosen = last, int(np.argmin(best[last])), set[int]()
+        place, chosen = last, set[int]()
         while place:
-            place, bucket, option = came[place, bucket]
+            bucket, index = came[place, bucket]
+            place, option = every[index]
             chosen |= option.nodes
         return chosen
 
 
-def least(t: Training, start: Iterable[Collection[int]] = ()) -> tuple[set[int], Choice]:
+def _window(t: Training, start: int, end: int) -> Training:
+    """A part of the forward alone; what leaves it is kept anyway, what it reads is given."""
+    inside = range(start, end)
+    kept = {v for i in _leaving(t, start, end) for v in t.forward[i].makes if t.last_read.get(v, i) >= end}
+    number = {v: k for k, v in enumerate(v for i in inside for v in t.forward[i].makes)}
+    forward = [
+        replace(t.forward[i], reads=tuple(number[v] for v in t.forward[i].reads if v in number),
+                makes=tuple(number[v] for v in t.forward[i].makes))
+        for i in inside
+    ]  # fmt: skip
+    wanted = [v for v in number if v in t.wanted_set]
+    backward = [Node(reads=tuple(number[v] for v in wanted), makes=())]
+    return Training(forward, backward, [0 if v in kept else t.sizes[v] for v in number])
+
+
+def _outline(t: Training) -> object:
+    """Equal for windows whose cuts are equal."""
+    return tuple(t.forward), tuple(t.sizes), t.backward[0].reads
+
+
+# ---- choices ---------------------------------------------------------------------------------------------------------
+
+
+def best(t: Training, rate: float) -> Choice:
+    """The choice with the least of peak bytes plus ``rate`` times seconds, of those that are looked at."""
+    return _searched(t, _cheapest(_candidates(t, _Windows(t)), lambda c: c.peak + rate * c.seconds))
+
+
+def least(t: Training) -> Choice:
     """The choice of the lowest peak that is found, of equal ones the quickest."""
-    return _least(t, _Line(t), start)
+    return _searched(t, _cheapest(_candidates(t, _Windows(t)), lambda c: (c.peak, c.seconds)), smallest=True)
 
 
-def _least(t: Training, line: _Line, start: Iterable[Collection[int]]) -> tuple[set[int], Choice]:
-    tried = [set(), *map(set, start)]
-    high = peak(t, ())
-    low, feasible = 0, high
-    while feasible - low > max(high // 200, 1):
-        middle = (low + feasible) // 2
-        if line.cheapest(middle) is None:
-            low = middle
-        else:
-            feasible = middle
-    tried += [c for part in (1.0, 1.03, 1.08, 1.15, 1.3) if (c := line.cheapest(math.ceil(feasible * part))) is not None]
-    chosen = min(tried, key=lambda c: ((made := follow(t, c)).peak, made.seconds))
-    chosen = _searched(t, chosen, lambda new, old: (new.peak, new.seconds) < (old.peak, old.seconds))
-    return chosen, follow(t, chosen)
-
-
-def fit(t: Training, budget: int, start: Iterable[Collection[int]] = ()) -> tuple[set[int], Choice]:
-    """The cheapest choice whose peak is at most ``budget`` bytes; if none is found, the choice of the least peak.
-
-    Args:
-        t: the graph.
-        budget: bytes of what the graph makes.
-        start: choices to try first.
-    """
-    tried = [set(), *map(set, start)]
-    if follow(t, ()).peak <= budget:
-        return set(), follow(t, ())
-    line = _Line(t)
+def fit(t: Training, budget: int) -> Choice:
+    """The cheapest choice whose peak is at most ``budget`` bytes; if none is found, the choice of the least peak."""
+    found = follow(t, ())
+    if found.peak <= budget:
+        return found
+    windows = _Windows(t)
+    tried = _candidates(t, windows)
     low, high = 0, 2 * budget
-    for _ in range(9):  # what a window takes is not all that is there: find the budget of the line that keeps the real one
+    for _ in range(7):  # what windows take is not all that is there: search the number for which the real peak fits
         middle = (low + high) // 2
-        found = line.cheapest(middle)
-        if found is None:
+        chosen = windows.cheapest(middle)
+        if chosen is None:
             low = middle
             continue
-        tried.append(found)
-        low, high = (middle, high) if follow(t, found).peak <= budget else (low, middle)
-    fitting = [c for c in tried if follow(t, c).peak <= budget]
+        tried.append(follow(t, chosen))
+        low, high = (middle, high) if tried[-1].peak <= budget else (low, middle)
+    fitting = [c for c in tried if c.peak <= budget]
     if not fitting:
-        chosen, lowest = _least(t, line, tried)
+        lowest = _searched(t, _cheapest(tried, lambda c: (c.peak, c.seconds)), smallest=True)
         if lowest.peak > budget:
-            return chosen, lowest
-        fitting = [chosen]
-    chosen = min(fitting, key=lambda c: follow(t, c).seconds)
-    chosen = _searched(t, chosen, lambda new, old: new.peak <= budget and new.seconds < old.seconds)
-    return chosen, follow(t, chosen)
+            return lowest
+        fitting = [lowest]
+    return _searched(t, _cheapest(fitting, lambda c: (c.seconds, c.peak)), budget)
 
 
-def _searched(t: Training, chosen: set[int], better: Callable[[Choice, Choice], bool]) -> set[int]:
-    """Local search: keep what a clone makes instead, the dearest first; in small graphs also the other way round."""
-    small = len(t.forward) <= 64
-    now, tries = follow(t, chosen), _TRIES
-    chosen = set(now.clones)
+def _cheapest(choices: Iterable[Choice], cost: Callable[[Choice], Any]) -> Choice:
+    return min(choices, key=cost)
+
+
+def _candidates(t: Training, windows: _Windows) -> list[Choice]:
+    """Nothing, layers, cuts, and the cheapest options for budgets down to where there are none."""
+    nothing = follow(t, ())
+    chosen: list[set[int]] = [repeated_layers(t), *windows.cuts]
+    low, high = 0, nothing.peak
+    for part in range(1, _STEPS + 1):
+        budget = nothing.peak * part // _STEPS
+        found = windows.cheapest(budget)
+        if found is None:
+            low = budget
+        else:
+            chosen.append(found)
+            high = min(high, budget)
+    for _ in range(4):
+        middle = (low + high) // 2
+        found = windows.cheapest(middle)
+        if found is None:
+            low = middle
+        else:
+            chosen.append(found)
+            high = middle
+    distinct = {frozenset(c): c for c in chosen}
+    return [nothing, *(follow(t, c) for c in distinct.values())]
+
+
+def _searched(t: Training, now: Choice, budget: int | None = None, *, smallest: bool = False) -> Choice:
+    """Local search: keep what a clone makes instead, the dearest first; in small graphs the other way round, and both, too.
+
+    A move is made if the peak stays (with a budget: within it) and seconds fall, or for the smallest if the peak falls.
+    """
+    small = len(t.forward) <= 48
+    limit = max(now.peak, budget or 0)
+    tries = 20_000 if small else min(_TRIES, _WORK // (len(t.forward) + len(t.backward)))
+
+    def rank(made: Choice) -> tuple[float, float]:
+        return (made.peak, made.seconds) if smallest else (made.seconds, made.peak)
+
     improved = True
     while improved and tries > 0:
         improved = False
-        moves = [{i} for i in sorted(now.clones, key=lambda i: (-t.forward[i].seconds, i)) if t.forward[i].seconds > 0]
+        clones = sorted(now.clones, key=lambda i: (-t.forward[i].seconds, i))
+        moves = [(i,) for i in clones if t.forward[i].seconds > 0]
         if small:
-            others = [i for i in range(len(t.forward)) if i not in chosen and t.forward[i].again]
-            moves += [{i} for i in others]
-            moves += [{i, k} for i in now.clones for k in others]
-            tries += len(moves)
-        for move in moves:
+            others = [i for i, node in enumerate(t.forward) if i not in now.clones and node.again]
+            moves += [(i,) for i in others]
+            moves += [(i, k) for i in clones for k in others]
+            moves += list(combinations(others, 2)) + list(combinations(clones, 2))
+        for move in moves[:tries]:
             tries -= 1
-            made = follow(t, chosen ^ move)
-            if better(made, now):
-                chosen, now, improved = set(made.clones), made, True
+            made = follow(t, set(now.clones).symmetric_difference(move))
+            if made.peak <= limit and rank(made) < rank(now):
+                now, improved = made, True
                 break
-            if tries <= 0:
-                break
-    return chosen
+    return now
