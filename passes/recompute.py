@@ -320,7 +320,7 @@ def _named(cut: _Parts, policy: str) -> set[int]:
         else:
             found = {i for i, node in enumerate(cut.forward) if any(matches(name, [part]) for name in _names(node))}
         chosen |= found
-    return chosen | views
+    return chosen
 
 
 def _names(node: ir.Node) -> Iterable[str]:

@@ -105,13 +105,13 @@ class Choice:
 
 
 def follow(t: Training, chosen: Collection[int]) -> Choice:
-    """The clones and the stash of a choice."""
+    """The clones and the stash of a choice; views go with what they view."""
     maker = t.maker
     clones: set[int] = set()
     waiting = list(t.wanted)
     while waiting:
         i = maker.get(waiting.pop())
-        if i is not None and i in chosen and i not in clones and t.forward[i].again:
+        if i is not None and (i in chosen or t.forward[i].view) and i not in clones and t.forward[i].again:
             clones.add(i)
             waiting.extend(t.forward[i].reads)
     for i in sorted(clones):  # a view of what is kept is at hand
@@ -233,7 +233,8 @@ class Line:
 
     Attributes:
         necks: positions (``p`` lies before node ``p``) where fewer bytes cross than just before and after; both ends are in.
-        marks: those of them where as few values cross as anywhere: between layers.
+        marks: positions where so few values cross that they lie between layers: as few as can be, if no third of the line is to
+            be without.
     """
 
     necks: list[int]
@@ -255,10 +256,14 @@ def line_of(t: Training) -> Line:
                     count[end + 1] -= 1
     bytes_at, values_at = np.cumsum(crossing), np.cumsum(count)
     inside = [p for p in range(1, length) if bytes_at[p] <= bytes_at[p - 1] and bytes_at[p] < bytes_at[p + 1]]
-    fewest = min((values_at[p] for p in inside), default=0)
-    marks = [p for p in inside if values_at[p] == fewest]
+    marks: list[int] = []
+    for few in sorted({values_at[p] for p in inside}):
+        marks = [p for p in inside if values_at[p] <= few]
+        if max(b - a for a, b in zip([0, *marks], [*marks, length], strict=True)) <= length / 3:
+            break
+    narrow = set(marks)
     groups = [list(g) for g in np.array_split(inside, _WINDOWS)] if len(inside) > _WINDOWS else [[p] for p in inside]
-    chosen = [int(min(g, key=lambda p: (values_at[p] != fewest, bytes_at[p], p))) for g in groups if g]
+    chosen = [int(min(g, key=lambda p: (p not in narrow, bytes_at[p], p))) for g in groups if g]
     return Line([0, *chosen, length], [0, *marks, length])
 
 
