@@ -10,6 +10,7 @@ where 0 means "as it is", which is no copy; and the zeros are the size of an emp
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -37,8 +38,8 @@ MARK = "ortc.recompute"
 # over 64 numbers (a head's scores) 7e9, one over 768 (a dense layer) 0.6e9, a 3×3 convolution of 64 channels 0.8e9.
 RATE = 2e9
 
-# How many nodes are looked at for a gradient that a clone can wait for.
-_FAR = 200
+# How many nodes are looked at for a gradient that a clone can wait for, and how near to the clone's place it has to be.
+_FAR, _NEAR = 200, 3
 
 # ---- what is known of operators --------------------------------------------------------------------------------------
 
@@ -397,27 +398,27 @@ class _Writer:
         )
 
     def _signal(self, reader: ir.Node) -> ir.Value | None:
-        """What tells that the backward has come to a node: the newest of its values that this node, or what reads it, needs
-        anyway; so that nothing is drawn into a phase that does not need it."""
+        """What tells that the backward has come to a node: the newest of its values that this node, or what follows from it,
+        needs anyway; so that nothing is drawn into a phase that does not need it."""
         here = self._place[reader.outputs[0]]
-        seen, level = {reader}, [reader]
-        while level and len(seen) < _FAR:
-            arrived: list[ir.Value] = []
-            for node in level:  # grows
-                for value in node.inputs:
-                    producer = None if value is None or value not in self._place else value.producer()
-                    if value is None or producer is None:
-                        continue
-                    if self._place[value] < here:
-                        arrived.append(value)
-                    elif producer not in seen:
-                        seen.add(producer)
-                        level.append(producer)
-            if arrived:
-                return max(arrived, key=lambda v: self._place[v])
-            level = list(dict.fromkeys(u.node for n in level for v in n.outputs for u in v.uses() if u.node not in seen))
-            seen.update(level)
-        return None
+        seen, waiting = {reader: None}, deque([reader])
+        newest, at = None, -1
+        while waiting and len(seen) < _FAR:
+            node = waiting.popleft()
+            near: list[ir.Node | None] = [u.node for v in node.outputs for u in v.uses()]
+            for value in node.inputs:
+                place = -1 if value is None else self._place.get(value, -1)
+                if at < place < here:
+                    newest, at = value, place
+                elif place > here and value is not None:
+                    near.append(value.producer())
+            for other in near:
+                if other is not None and other not in seen:
+                    seen[other] = None
+                    waiting.append(other)
+            if at >= here - _NEAR:
+                break
+        return newest
 
 
 class _Guard:

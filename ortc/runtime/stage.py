@@ -46,6 +46,10 @@ def import_onnxruntime() -> Any:
 
 _DISABLED = ["CommonSubexpressionElimination", "NoopElimination"]
 
+# In training the nodes run in the order that the compiler gave them: ONNX Runtime runs a node that it makes itself after all that
+# could run instead, which keeps whole layers alive.
+_MOVING = ["GatherSliceToSplitFusion", "GatherToSliceFusion", "MatmulTransposeFusion"]
+
 # They round otherwise than the nodes they stand for (or sum in another order), and which nodes they take depends on who reads what
 # lies between: a value that the backward reads in one compilation, and computes again in another, would decide the last bits of a
 # gradient.
@@ -86,7 +90,7 @@ def open_session(
         options.intra_op_num_threads = threads
     if hasattr(ort, "ExecutionOrder"):
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
-    disabled = [*_DISABLED, *_ROUNDING] if exact else _DISABLED
+    disabled = [*_DISABLED, *_MOVING, *_ROUNDING] if exact else _DISABLED
     try:
         return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled)
     except Exception as error:
