@@ -71,7 +71,8 @@ def compile_(
     recompute: Annotated[
         str | None,
         typer.Option(
-            metavar="none|auto|full|LIST", help="what the backward computes again: layers, gelu, attention, globs over node names"
+            metavar="none|auto|full|LIST",
+            help="what the backward computes again: layers, gelu, attention, globs over node names",
         ),
     ] = None,
     memory_budget: Annotated[

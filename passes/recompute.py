@@ -11,19 +11,19 @@ where 0 means "as it is", which is no copy; and the zeros are the size of an emp
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
-from ortc.compiler import Compilation, Pass, matches, of, role
+from ortc.compiler import Compilation, Pass, matches, role
 from ortc.errors import RecipeError
 from ortc.graph import recompute
 from ortc.graph.builder import Builder
 from ortc.graph.cut import needed, read_by
-from ortc.graph.recompute import Choice, Training
 from ortc.graph.names import captured
+from ortc.graph.recompute import Choice, Training
 from ortc.graph.shapes import constant, rank
 from ortc.passes.costs import Shapes, concrete_sizes, forward_cost
 from ortc.passes.optimizer import state_slots
@@ -333,7 +333,9 @@ def check_policy(policy: str) -> None:
     parts = [p.strip() for p in policy.split(",")]
     alone = [p for p in parts if p in ("none", "auto", "full")]
     if (alone and len(parts) > 1) or not all(parts):
-        raise RecipeError(f"recompute {policy!r}: none, auto and full stand alone; a list has layers, gelu, attention and globs")
+        raise RecipeError(
+            f"recompute {policy!r}: none, auto and full stand alone; a list has layers, gelu, attention and globs"
+        )
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

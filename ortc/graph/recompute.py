@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 
@@ -432,15 +431,17 @@ def _outline(t: Training) -> object:
 
 # ---- choices ---------------------------------------------------------------------------------------------------------
 
+Cost = Callable[[Choice], tuple[float, float]]
+
 
 def best(t: Training, rate: float) -> Choice:
     """The choice with the least of peak bytes plus ``rate`` times seconds, of those that are looked at."""
-    return _searched(t, _cheapest(_candidates(t, _Windows(t)), lambda c: c.peak + rate * c.seconds))
+    return _searched(t, _candidates(t, _Windows(t)), lambda c: (c.peak + rate * c.seconds, c.seconds))
 
 
 def least(t: Training) -> Choice:
     """The choice of the lowest peak that is found, of equal ones the quickest."""
-    return _searched(t, _cheapest(_candidates(t, _Windows(t)), lambda c: (c.peak, c.seconds)), smallest=True)
+    return _searched(t, _candidates(t, _Windows(t)), lambda c: (c.peak, c.seconds))
 
 
 def fit(t: Training, budget: int) -> Choice:
@@ -459,17 +460,11 @@ def fit(t: Training, budget: int) -> Choice:
             continue
         tried.append(follow(t, chosen))
         low, high = (middle, high) if tried[-1].peak <= budget else (low, middle)
-    fitting = [c for c in tried if c.peak <= budget]
-    if not fitting:
-        lowest = _searched(t, _cheapest(tried, lambda c: (c.peak, c.seconds)), smallest=True)
-        if lowest.peak > budget:
-            return lowest
-        fitting = [lowest]
-    return _searched(t, _cheapest(fitting, lambda c: (c.seconds, c.peak)), budget)
-
-
-def _cheapest(choices: Iterable[Choice], cost: Callable[[Choice], Any]) -> Choice:
-    return min(choices, key=cost)
+    if min(c.peak for c in tried) > budget:
+        tried = [_searched(t, tried, lambda c: (c.peak, c.seconds))]
+    if tried[0].peak > budget and len(tried) == 1:
+        return tried[0]
+    return _searched(t, tried, lambda c: (c.seconds if c.peak <= budget else math.inf, c.peak))
 
 
 def _candidates(t: Training, windows: _Windows) -> list[Choice]:
@@ -497,32 +492,26 @@ def _candidates(t: Training, windows: _Windows) -> list[Choice]:
     return [nothing, *(follow(t, c) for c in distinct.values())]
 
 
-def _searched(t: Training, now: Choice, budget: int | None = None, *, smallest: bool = False) -> Choice:
-    """Local search: keep what a clone makes instead, the dearest first; in small graphs the other way round, and both, too.
-
-    A move is made if the peak stays (with a budget: within it) and seconds fall, or for the smallest if the peak falls.
-    """
+def _searched(t: Training, choices: Sequence[Choice], cost: Cost) -> Choice:
+    """The cheapest of some choices after a local search: keep what a clone makes instead, the dearest first; in small graphs
+    also the other way round, and two such moves at once."""
+    now = min(choices, key=cost)
     small = len(t.forward) <= 48
-    limit = max(now.peak, budget or 0)
     tries = 20_000 if small else min(_TRIES, _WORK // (len(t.forward) + len(t.backward)))
-
-    def rank(made: Choice) -> tuple[float, float]:
-        return (made.peak, made.seconds) if smallest else (made.seconds, made.peak)
-
     improved = True
     while improved and tries > 0:
         improved = False
         clones = sorted(now.clones, key=lambda i: (-t.forward[i].seconds, i))
-        moves = [(i,) for i in clones if t.forward[i].seconds > 0]
+        moves: list[tuple[int, ...]] = [(i,) for i in clones if t.forward[i].seconds > 0]
         if small:
             others = [i for i, node in enumerate(t.forward) if i not in now.clones and node.again]
             moves += [(i,) for i in others]
             moves += [(i, k) for i in clones for k in others]
-            moves += list(combinations(others, 2)) + list(combinations(clones, 2))
+            moves += [*combinations(others, 2), *combinations(clones, 2)]
         for move in moves[:tries]:
             tries -= 1
             made = follow(t, set(now.clones).symmetric_difference(move))
-            if made.peak <= limit and rank(made) < rank(now):
+            if cost(made) < cost(now):
                 now, improved = made, True
                 break
     return now

@@ -55,7 +55,14 @@ _MOVING = ["GatherSliceToSplitFusion", "GatherToSliceFusion", "MatmulTransposeFu
 # gradient.
 _ROUNDING = [
     *("TransposeOptimizer", "TransposeOptimizer_CPUExecutionProvider"),
-    *("MatMulAddFusion", "MatMulScaleFusion", "MatMulActivationFusion", "GemmActivationFusion", "GemmSumFusion", "DivMulFusion"),
+    *(
+        "MatMulAddFusion",
+        "MatMulScaleFusion",
+        "MatMulActivationFusion",
+        "GemmActivationFusion",
+        "GemmSumFusion",
+        "DivMulFusion",
+    ),
     *("GeluFusion", "FastGeluFusion", "QuickGeluFusion", "BiasGeluFusion", "BiasSoftmaxFusion", "BiasSoftmaxDropoutFusion"),
     *("LayerNormFusion", "SimplifiedLayerNormFusion", "SkipLayerNormFusion", "EmbedLayerNormFusion", "AttentionFusion"),
     *("ConvActivationFusion", "ConvAddActivationFusion", "ConvAddFusion", "ConvMulFusion"),
@@ -75,7 +82,7 @@ def open_session(
         name: what to call it in an error.
         target: the plan's target.
         threads: of one operator; None for all cores.
-        exact: as the graph is written, to the last bit.
+        exact: as the graph is written, in its order and to the last bit, with little memory.
 
     Raises:
         OrtcError: if the installed build cannot open it.
@@ -90,6 +97,11 @@ def open_session(
         options.intra_op_num_threads = threads
     if hasattr(ort, "ExecutionOrder"):
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
+    if exact:
+        # A reused buffer is held from its first value to its last, a pattern is memory beside what it replaces: both need more
+        # than the most that is alive at a time.
+        options.enable_mem_reuse = False
+        options.enable_mem_pattern = False
     disabled = [*_DISABLED, *_MOVING, *_ROUNDING] if exact else _DISABLED
     try:
         return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled)
