@@ -4,8 +4,8 @@
     python bench/recompute.py MODELS [NAME ...]
 
 Each policy trains in a process of its own. The peak is that of its resident memory, less what it has once ONNX Runtime is
-imported. Prints a line for each: bytes predicted and measured, their ratio, seconds of a step (median), both relative to none, and
-whether the loss after all steps is the same to the last bit. Exits with 1 if a prediction is off by more than 10 %.
+imported. Prints a line for each: bytes predicted and measured, their ratio, seconds of a step (median), both relative to none,
+and whether the loss after all steps is the same to the last bit. Exits with 1 if a prediction is off by more than 10 %.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     print(f"{args.threads} threads; {STEPS} steps after {WARM_UP}")
-    print(f"{'model':>10} {'policy':>8} {'nodes':>6} {'predicted':>10} {'measured':>10} {'ratio':>6} {'step s':>7} {'memory':>7} "
-          f"{'time':>6} {'said':>6}  loss")  # fmt: skip
+    print(f"{'model':>10} {'policy':>8} {'nodes':>6} {'predicted':>10} {'measured':>10} {'ratio':>6} {'step s':>7}", end=" ")
+    print(f"{'memory':>7} {'time':>6} {'said':>6}  loss")
     right = True
     for name in args.names:
         rows = {p: measure(args.folder / f"{name}.onnx", p, args.threads) for p in POLICIES}

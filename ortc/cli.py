@@ -72,7 +72,7 @@ def compile_(
         str | None,
         typer.Option(
             metavar="none|auto|full|LIST",
-            help="what the backward computes again: layers, gelu, attention, globs over node names",
+            help="what runs again in the backward: layers, gelu, attention, globs over node names",
         ),
     ] = None,
     memory_budget: Annotated[

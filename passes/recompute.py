@@ -333,9 +333,7 @@ def check_policy(policy: str) -> None:
     parts = [p.strip() for p in policy.split(",")]
     alone = [p for p in parts if p in ("none", "auto", "full")]
     if (alone and len(parts) > 1) or not all(parts):
-        raise RecipeError(
-            f"recompute {policy!r}: none, auto and full stand alone; a list has layers, gelu, attention and globs"
-        )
+        raise RecipeError(f"recompute {policy!r}: none, auto and full stand alone; a list has layers, gelu, attention, globs")
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -457,7 +455,11 @@ class _Guard:
             assert signal is not None
             if rank(signal) == 0:
                 signal = op.Reshape(signal, [1])
-            self._nothing = op.Size(op.Compress(signal, np.array([False])))
+            if signal.dtype == ir.DataType.BFLOAT16:  # Compress does not know the type
+                none = op.Slice(signal, [0], [0], [0])
+            else:
+                none = op.Compress(signal, np.array([False]))
+            self._nothing = op.Size(none)
         if count not in self._zeros:
             self._zeros[count] = op.Expand(self._nothing, [count])
         return self._zeros[count]

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -29,6 +29,8 @@ _RATES = (1e8, 3e8, 1e9, 3e9, 1e10, 3e10, 1e11)
 _SMALL = 1024
 # Budgets that are tried; moves of the local search, and nodes that it may look at in all.
 _STEPS, _TRIES, _WORK = 12, 160, 300_000
+# Of so few nodes every set is tried; a graph of so few nodes is searched more thoroughly, from so many choices.
+_TINY, _FEW, _STARTS = 9, 32, 12
 
 
 @dataclass(frozen=True)
@@ -106,20 +108,27 @@ class Choice:
 def follow(t: Training, chosen: Collection[int]) -> Choice:
     """The clones and the stash of a choice; views go with what they view."""
     maker = t.maker
-    clones: set[int] = set()
-    waiting = list(t.wanted)
-    while waiting:
-        i = maker.get(waiting.pop())
-        if i is not None and (i in chosen or t.forward[i].view) and i not in clones and t.forward[i].again:
-            clones.add(i)
-            waiting.extend(t.forward[i].reads)
-    for i in sorted(clones):  # a view of what is kept is at hand
-        if t.forward[i].view and not any(maker.get(v) in clones for v in t.forward[i].reads[:1]):
-            clones.discard(i)
+    drawn = _drawn(t, {i for i, node in enumerate(t.forward) if node.again and (node.view or i in chosen)})
+    for i in sorted(drawn):  # a view of what is kept is at hand
+        if t.forward[i].view and not any(maker.get(v) in drawn for v in t.forward[i].reads[:1]):
+            drawn.discard(i)
+    clones = _drawn(t, drawn)
     again = tuple(sorted(clones))
     read = [*t.wanted, *(v for i in again for v in t.forward[i].reads)]
     stash = tuple(dict.fromkeys(v for v in read if v in maker and maker[v] not in clones))
     return Choice(again, stash, t.seconds(again), peak(t, clones))
+
+
+def _drawn(t: Training, able: Collection[int]) -> set[int]:
+    """Those of some nodes that the backward reads, or that these read."""
+    found: set[int] = set()
+    waiting = list(t.wanted)
+    while waiting:
+        i = t.maker.get(waiting.pop())
+        if i is not None and i in able and i not in found:
+            found.add(i)
+            waiting.extend(t.forward[i].reads)
+    return found
 
 
 def order(t: Training, clones: Collection[int]) -> list[tuple[int, bool]]:
@@ -274,7 +283,7 @@ def _leaving(t: Training, start: int, end: int) -> set[int]:
 def _whole(t: Training, ends: Sequence[int]) -> set[int]:
     """All nodes of the windows between positions, but for those that make what later windows read."""
     chosen: set[int] = set()
-    for start, end in zip(ends, ends[1:], strict=False):
+    for start, end in pairwise(ends):
         chosen.update(set(range(start, end)) - _leaving(t, start, end))
     return chosen
 
@@ -286,7 +295,7 @@ def repeated_layers(t: Training) -> set[int]:
     arXiv 1604.06174); not the last, whose backward comes first.
     """
     line = line_of(t)
-    kinds = [tuple(node.kind for node in t.forward[a:b]) for a, b in zip(line.marks, line.marks[1:], strict=False)]
+    kinds = [tuple(node.kind for node in t.forward[a:b]) for a, b in pairwise(line.marks)]
     start, period, times = _longest_run(kinds)
     if 2 * times * period >= len(kinds):
         return _whole(t, [line.marks[start + k * period] for k in range(times + 1)])
@@ -345,7 +354,7 @@ class _Windows:
                 options.setdefault((a, b), []).append(self._option(start, self.ends[b], chosen))
         place = {end: a for a, end in enumerate(self.ends)}
         known: dict[object, list[frozenset[int]]] = {}
-        for start, end in zip(line.marks, line.marks[1:], strict=False):
+        for start, end in pairwise(line.marks):
             piece = _window(t, start, end)
             same = _outline(piece)
             if same not in known:
@@ -468,8 +477,11 @@ def fit(t: Training, budget: int) -> Choice:
 
 
 def _candidates(t: Training, windows: _Windows) -> list[Choice]:
-    """Nothing, layers, cuts, and the cheapest options for budgets down to where there are none."""
+    """Nothing, layers, cuts, and the cheapest options for budgets down to where there are none; of a tiny graph everything."""
     nothing = follow(t, ())
+    able = [i for i, node in enumerate(t.forward) if node.again and not node.view]
+    if len(able) <= _TINY:
+        return [follow(t, set(c)) for size in range(len(able) + 1) for c in combinations(able, size)]
     chosen: list[set[int]] = [repeated_layers(t), *windows.cuts]
     low, high = 0, nothing.peak
     for part in range(1, _STEPS + 1):
@@ -493,17 +505,20 @@ def _candidates(t: Training, windows: _Windows) -> list[Choice]:
 
 
 def _searched(t: Training, choices: Sequence[Choice], cost: Cost) -> Choice:
-    """The cheapest of some choices after a local search: keep what a clone makes instead, the dearest first; in small graphs
-    also the other way round, and two such moves at once."""
-    now = min(choices, key=cost)
-    small = len(t.forward) <= 48
-    tries = 20_000 if small else min(_TRIES, _WORK // (len(t.forward) + len(t.backward)))
+    """The cheapest of some choices after a local search; of small graphs the search starts from each of them."""
+    if len(t.forward) > _FEW:
+        return _descended(t, min(choices, key=cost), cost, min(_TRIES, _WORK // (len(t.forward) + len(t.backward))))
+    return min((_descended(t, c, cost, _TRIES * _FEW) for c in sorted(choices, key=cost)[:_STARTS]), key=cost)
+
+
+def _descended(t: Training, now: Choice, cost: Cost, tries: int) -> Choice:
+    """Keep what a clone makes instead, the dearest first; in small graphs also the other way round, and two such at once."""
     improved = True
     while improved and tries > 0:
         improved = False
         clones = sorted(now.clones, key=lambda i: (-t.forward[i].seconds, i))
         moves: list[tuple[int, ...]] = [(i,) for i in clones if t.forward[i].seconds > 0]
-        if small:
+        if len(t.forward) <= _FEW:
             others = [i for i, node in enumerate(t.forward) if i not in now.clones and node.again]
             moves += [(i,) for i in others]
             moves += [(i, k) for i in clones for k in others]
