@@ -14,6 +14,7 @@ from ortc.passes.parameters import ChooseParameters, DecideTraining
 from ortc.passes.pipeline import CleanUp, Decompose, Gradients, Lower, Prepare, Simplify, Upgrade
 from ortc.passes.precision import CastToHalf
 from ortc.passes.quantization import PairQuantizers
+from ortc.passes.recompute import Recompute
 from ortc.passes.stages import CutStages, SplitPhases
 
 
@@ -38,5 +39,6 @@ def standard() -> list[Pass]:
         BuildOptimizer(),
         Lower(),
         CleanUp(),
+        Recompute(),
         SplitPhases(),
     ]

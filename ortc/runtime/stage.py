@@ -46,8 +46,32 @@ def import_onnxruntime() -> Any:
 
 _DISABLED = ["CommonSubexpressionElimination", "NoopElimination"]
 
+# In training the nodes run in the order that the compiler gave them: ONNX Runtime runs a node that it makes itself after all
+# that could run instead, which keeps whole layers alive.
+_MOVING = ["GatherSliceToSplitFusion", "GatherToSliceFusion", "MatmulTransposeFusion"]
 
-def open_session(model: str | bytes, name: str, target: str, threads: int | None = None) -> onnxruntime.InferenceSession:
+# They round otherwise than the nodes they stand for (or sum in another order), and which nodes they take depends on who reads
+# what lies between: a value that the backward reads in one compilation, and computes again in another, would decide the last
+# bits of a gradient.
+_ROUNDING = [
+    *("TransposeOptimizer", "TransposeOptimizer_CPUExecutionProvider"),
+    *(
+        "MatMulAddFusion",
+        "MatMulScaleFusion",
+        "MatMulActivationFusion",
+        "GemmActivationFusion",
+        "GemmSumFusion",
+        "DivMulFusion",
+    ),
+    *("GeluFusion", "FastGeluFusion", "QuickGeluFusion", "BiasGeluFusion", "BiasSoftmaxFusion", "BiasSoftmaxDropoutFusion"),
+    *("LayerNormFusion", "SimplifiedLayerNormFusion", "SkipLayerNormFusion", "EmbedLayerNormFusion", "AttentionFusion"),
+    *("ConvActivationFusion", "ConvAddActivationFusion", "ConvAddFusion", "ConvMulFusion"),
+]
+
+
+def open_session(
+    model: str | bytes, name: str, target: str, threads: int | None = None, *, exact: bool = False
+) -> onnxruntime.InferenceSession:
     """Open a graph with the options that training needs.
 
     The compiler decides the order of the nodes, and recomputed values must not be merged back into the originals. The search
@@ -58,6 +82,7 @@ def open_session(model: str | bytes, name: str, target: str, threads: int | None
         name: what to call it in an error.
         target: the plan's target.
         threads: of one operator; None for all cores.
+        exact: as the graph is written, in its order and to the last bit, with little memory.
 
     Raises:
         OrtcError: if the installed build cannot open it.
@@ -72,8 +97,14 @@ def open_session(model: str | bytes, name: str, target: str, threads: int | None
         options.intra_op_num_threads = threads
     if hasattr(ort, "ExecutionOrder"):
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
+    if exact:
+        # A reused buffer is held from its first value to its last, a pattern is memory beside what it replaces: both need more
+        # than the most that is alive at a time.
+        options.enable_mem_reuse = False
+        options.enable_mem_pattern = False
+    disabled = [*_DISABLED, *_MOVING, *_ROUNDING] if exact else _DISABLED
     try:
-        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"], disabled_optimizers=_DISABLED)
+        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled)
     except Exception as error:
         hint = ""
         if target == "ort-training":
@@ -106,9 +137,9 @@ Feed = Any  # an array, or an OrtValue that another session made
 class Phase:
     """A session with its IO binding. Arrays are bound once; batches, and what passes between phases and stages, anew."""
 
-    def __init__(self, folder: Path, graph: GraphFile, target: str, threads: int | None) -> None:
+    def __init__(self, folder: Path, graph: GraphFile, target: str, threads: int | None, *, exact: bool) -> None:
         self.graph = graph
-        self.session = open_session(read_graph(folder, graph), str(folder / graph.file), target, threads)
+        self.session = open_session(read_graph(folder, graph), str(folder / graph.file), target, threads, exact=exact)
         self.binding = self.session.io_binding()
         self._value = import_onnxruntime().OrtValue.ortvalue_from_numpy
         self.loose = [p for p in graph.inputs if p.role in LOOSE]
@@ -388,7 +419,8 @@ class Stage:
         if name not in self._phases:
             if name not in self.stage.phases:
                 raise OrtcError(f"{self.folder} has no {name} phase")
-            phase = Phase(self.folder, self.stage.phases[name], self.plan.target, self.threads)
+            exact = name in ("train", "forward", *BACKWARD)
+            phase = Phase(self.folder, self.stage.phases[name], self.plan.target, self.threads, exact=exact)
             self._bind(name, phase)
             self._phases[name] = phase
         return self._phases[name]
