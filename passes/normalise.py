@@ -10,10 +10,10 @@ from onnx.reference import ReferenceEvaluator
 from onnx_ir.passes import common
 
 from ortc.errors import ModelError
-from ortc.graph.names import Names, all_graphs, taken_names
+from ortc.graph.names import Names, all_graphs, take_place, taken_names
 from ortc.graph.shapes import constant, dims, rank, static
 from ortc.passes.inference import ShapeInference, infer_shapes, merged
-from ortc.passes.inlining import inline_functions, splice, take_place
+from ortc.passes.inlining import inline_functions, splice
 from ortc.passes.opset import CONSTANT_NODE, change_opset
 
 __all__ = ["convert_opset", "fold", "infer_shapes", "prepare"]

@@ -12,9 +12,8 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass, Deduplicat
 from ortc.autodiff import build_gradients, depending_on, loss_seed
 from ortc.compiler import Compilation, Pass, of, role, set_role, set_stages, stages_of
 from ortc.graph.builder import Builder
-from ortc.graph.names import all_graphs
+from ortc.graph.names import all_graphs, take_place
 from ortc.graph.shapes import is_float
-from ortc.passes.inlining import take_place
 from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
 from ortc.passes.precision import widen_missing
 from ortc.passes.sequences import resolve_sequences
