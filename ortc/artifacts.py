@@ -176,6 +176,7 @@ def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
         stages=stages,
         export=_write_graph(c.graphs["export"], folder, _FILES["export"], check=False),
         criterion=_write_graph(c.graphs["criterion"], folder, _FILES["criterion"]),
+        rewrites=c.rewrites,
         warnings=c.warnings,
     )
     checkpoint = folder / plan.checkpoint / "step-0"

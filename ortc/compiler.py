@@ -11,7 +11,8 @@ from typing import ClassVar
 
 import onnx_ir as ir
 
-from ortc.plan import LossInfo, ParameterInfo, StageCosts
+from ortc.errors import RecipeError
+from ortc.plan import LossInfo, ParameterInfo, RewriteInfo, StageCosts
 from ortc.recipe import Recipe
 from ortc.target import Target
 
@@ -39,6 +40,7 @@ class Compilation:
     constants: list[tuple[str, str]] = field(default_factory=list)  # initialisers that cannot train: (name, why)
     losses: list[LossInfo] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    rewrites: list[RewriteInfo] = field(default_factory=list)
     history: list[tuple[str, int, int]] = field(default_factory=list)  # (pass, nodes before, nodes after)
 
     @property
@@ -60,6 +62,16 @@ class Pass:
 
     name: ClassVar[str]
     after: ClassVar[tuple[str, ...]] = ()
+    optional: ClassVar[bool] = False  # whether a recipe may switch it off
+
+    @classmethod
+    def summary(cls) -> str:
+        """The first line of its documentation."""
+        return (cls.__doc__ or "").strip().splitlines()[0]
+
+    def asked_for(self, recipe: Recipe) -> bool:
+        """Whether a field of the recipe needs the pass, whatever a target's table says."""
+        return False
 
     def run(self, c: Compilation) -> None:
         """Rewrite the compilation in place."""
@@ -73,9 +85,13 @@ def run_passes(passes: Sequence[Pass], c: Compilation) -> Compilation:
         OrtcError: a mistake in the user's model or recipe, as found by a pass.
         AssertionError: naming the pass that broke an invariant: a fault of ortc.
     """
+    skipped = switched_off(passes, c.recipe, c.target)
     done: list[str] = []
     with paused_gc():
         for step in passes:
+            if step.name in skipped:
+                done.append(step.name)
+                continue
             missing = [name for name in step.after if name not in done]
             assert not missing, f"pass {step.name} must run after {missing}"
             before = len(c.graph)
@@ -85,6 +101,30 @@ def run_passes(passes: Sequence[Pass], c: Compilation) -> Compilation:
                 check_invariants(model, f"pass {step.name} ({phase})")
             done.append(step.name)
     return c
+
+
+def switched_off(passes: Sequence[Pass], recipe: Recipe, target: Target) -> set[str]:
+    """The passes that do not run: those that the recipe has off, and those that the target's table has, but not the recipe on.
+
+    Raises:
+        RecipeError: there is no such pass, it is required, or it is to be on and off.
+    """
+    optional = [step.name for step in passes if step.optional]
+    for switch, names in (("off", recipe.passes.off), ("on", recipe.passes.on)):
+        for name in names:
+            if name not in (step.name for step in passes):
+                raise RecipeError(f"passes.{switch}: there is no pass {name!r}; optional are {', '.join(optional)}")
+            if name not in optional:
+                raise RecipeError(f"passes.{switch}: the pass {name!r} is required; optional are {', '.join(optional)}")
+    asked = {step.name for step in passes if step.asked_for(recipe)}
+    needed = [name for name in recipe.passes.off if name in asked]
+    if needed:
+        raise RecipeError(f"passes.off: the recipe has the pass {needed[0]!r} off, and asks for what it does")
+    both = [name for name in recipe.passes.on if name in recipe.passes.off]
+    if both:
+        raise RecipeError(f"passes: {both[0]!r} is to be on and off")
+    wanted = asked.union(recipe.passes.on)
+    return {name for name in optional if not target.fusions.get(name, True) and name not in wanted} | set(recipe.passes.off)
 
 
 def check_invariants(model: ir.Model, where: str) -> None:

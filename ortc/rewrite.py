@@ -9,10 +9,10 @@ A rewrite is two functions of one expression each, in the operators of the stand
         samples=({"X": (2, 3)},),
     )
 
-Their parameters carry the same names: values of the graph, or attributes where ``before`` uses them so. A number in ``before``
-is a constant of one element that equals it but for rounding; the operands of a commutative operator may stand in either order; an
-attribute that a node leaves out has its default. A match is replaced only if nothing else reads what lies inside of it.
-One generic test runs both sides of every rewrite on its samples: who adds a rewrite adds data.
+Their parameters carry the same names: values of the graph, or attributes where ``before`` uses them so. A number in
+``before`` is a constant of one element that equals it but for rounding; the operands of a commutative operator may stand
+in either order; an attribute that a node leaves out has its default. A match is replaced only if nothing else reads what
+lies inside of it. One generic test runs both sides of every rewrite on its samples: who adds a rewrite adds data.
 
 Only the patterns of onnxscript are used: its own driver tries every rule on every node, and loses types, shapes and names.
 """
@@ -26,7 +26,6 @@ from functools import cache, cached_property
 from itertools import zip_longest
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import AttrVar, Constant, Pattern, SimplePatternMatcher
@@ -129,14 +128,14 @@ class Hit:
 
     rule: str
     output: str
-    bindings: Bindings
+    inputs: Mapping[str, str]  # parameter -> the name of the value that it stood for
 
 
 def apply_rewrites(graph: ir.Graph, rewrites: Sequence[Rewrite], of: str, keep: Collection[str] = ()) -> list[Hit]:
     """Replace all matches, also in nested graphs, until there are none; a match does not reach from graph to graph.
 
-    Consumers come before producers, so the larger of two matches wins. What replaces a value has its name, type, shape, and says
-    in its metadata where it comes from. Time is linear in the nodes; no order depends on hashes.
+    Consumers come before producers, so the larger of two matches wins. What replaces a value has its name, type, shape,
+    and says in its metadata where it comes from. Time is linear in the nodes; no order depends on hashes.
 
     Args:
         graph: a topologically sorted graph, changed in place.
@@ -199,10 +198,11 @@ def _replace(op: Builder, rule: Rewrite, root: ir.Node, nodes: Sequence[ir.Node]
     name, origin = old.name or "", root.metadata_props.get("ortc.origin", root.name or "")
     with op.scope(root.name or root.op_type, before=root, origin=origin, rule=rule.name, pass_=of):
         new = rule.result(op, bindings)
+    inputs = {key: value.name or "" for key, value in bindings.items() if isinstance(value, ir.Value)}
     new.type, new.shape = old.type or new.type, old.shape or new.shape
     take_place(old, new)
     op.graph.remove(nodes, safe=True)
-    return Hit(rule.name, name, bindings)
+    return Hit(rule.name, name, inputs)
 
 
 def number(value: Any) -> float | None:
@@ -292,11 +292,3 @@ def _default(domain: str, op_type: str, name: str) -> ir.Attr | None:
     if attribute is None or not attribute.default_value.type:
         return None
     return ir.from_proto(attribute.default_value)
-
-
-def normal_inputs(sample: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """Random arrays for the parameters of a sample that are given by their shapes."""
-    random = np.random.default_rng(seed)
-    return {
-        name: random.standard_normal(given).astype(np.float32) for name, given in sample.items() if isinstance(given, tuple)
-    }

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from ortc.compiler import Pass
 from ortc.passes.forms import ForkEvaluation, InferenceTemplate, TrainingForm
+from ortc.passes.fusion import FuseAttention, FuseBiasGelu, FuseLayerNorm, FuseRMSNorm, FuseSilu, FuseSoftmaxDropout
+from ortc.passes.gelu import FuseGelu
 from ortc.passes.loss import AttachLoss
 from ortc.passes.optimizer import BuildOptimizer
 from ortc.passes.parameters import ChooseParameters, DecideTraining
@@ -26,12 +28,19 @@ def standard() -> list[Pass]:
         ChooseParameters(),
         Simplify(),
         Decompose(),
+        FuseGelu(),
+        FuseLayerNorm(),
         AttachLoss(),
         DecideTraining(),
         ForkEvaluation(),
         CastToHalf(),
         TrainingForm(),
         CutStages(),
+        FuseRMSNorm(),
+        FuseSilu(),
+        FuseBiasGelu(),
+        FuseAttention(),
+        FuseSoftmaxDropout(),
         Gradients(),
         BuildOptimizer(),
         Lower(),

@@ -1,4 +1,4 @@
-"""ortc's own operators, which fusions make and lowerings write out again: their gradients need less than that of their parts."""
+"""ortc's own operators, which fusions make and lowerings write out again: their gradients need less than their parts' do."""
 
 from __future__ import annotations
 
@@ -60,28 +60,24 @@ def softmax_dropout(op, Y, weights, dY, *, axis=-1):
 
 
 @gradient(
-    "ortc::Attention",
-    wrt="Q K V bias",
-    inputs="Q K V bias mask",
+    "ortc::Attend",
+    wrt="scores V",
+    inputs="scores V mask",
     outputs="Y weights dropped",
     samples=(
-        {"Q": (2, 2, 3, 4), "K": (2, 2, 4, 5), "V": (2, 2, 5, 4), "scale": 0.5, **_THREE},
-        {"Q": (2, 3, 4), "K": (2, 4, 5), "V": (2, 5, 6), "bias": (3, 5), **_THREE},
-        {"Q": (2, 3, 4), "K": (2, 4, 5), "V": (2, 5, 6), "bias": (2, 1, 5), "mask": (2, 3, 5), "scale": 0.5, **_THREE},
+        {"scores": (2, 2, 3, 5), "V": (2, 2, 5, 4), **_THREE},
+        {"scores": (2, 3, 5), "V": (2, 5, 4), "mask": (2, 3, 5), **_THREE},
+        {"scores": (2, 3, 5), "V": (1, 5, 4), "guarded": 1, **_THREE},
     ),
 )
-def attention(op, Q, K, V, mask, Y, weights, dropped, dY, *, scale=1.0, guarded=0):
-    """Y = D·V, D = P·mask, P = softmax(S), S = scale·Q·K + bias (K transposed already):
+def attend(op, V, mask, Y, weights, dropped, dY, *, guarded=0):
+    """Y = D·V, D = P·mask, P = softmax(scores):
 
-    dV = Dᵀ·dY;  dS = D·(dY·Vᵀ) - P·Σ dY·Y, the sum over the channels instead of all keys (Dao et al., arXiv 2205.14135, B.2);
-    dbias = dS, dQ = scale·dS·Kᵀ, dK = scale·Qᵀ·dS.
+    dV = Dᵀ·dY;  dscores = D·(dY·Vᵀ) - P·Σ dY·Y, a sum over V's channels and not over all keys
+    (Dao et al., arXiv 2205.14135, B.2).
     """
     rows = op.ReduceSum(dY * Y, [-1], keepdims=1)
     back = op.MatMul(dY, op.transpose_last(V))
-    dS = weights * (back - rows) if mask is None else dropped * back - weights * rows
-    dQ, scaled = op.MatMul(dS, op.transpose_last(K)), Q
-    if scale != 1:
-        dQ, scaled = dQ * float(scale), Q * float(scale)
-    dK = op.MatMul(op.transpose_last(scaled), dS)
-    dV = op.MatMul(op.transpose_last(weights if mask is None else dropped), dY)
-    return dQ, dK, dV, dS
+    if mask is None:
+        return weights * (back - rows), op.MatMul(op.transpose_last(weights), dY)
+    return dropped * back - weights * rows, op.MatMul(op.transpose_last(dropped), dY)

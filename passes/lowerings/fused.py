@@ -34,14 +34,10 @@ def softmax_dropout(op, X, mask, *, axis=-1):
     return weights * mask, weights
 
 
-@lowering("ortc::Attention")
-def attention(op, Q, K, V, bias=None, mask=None, *, scale=1.0, guarded=0):
-    """Y = (P·mask)·V, P = softmax(scale·Q·K + bias), K transposed already; also P, and P·mask.
-
-    With ``guarded``, P is 0 in rows that are masked throughout, not NaN.
-    """
-    scores = op.MatMul(Q if scale == 1 else Q * float(scale), K)
-    weights = op.Softmax(scores if bias is None else scores + bias, axis=-1)
+@lowering("ortc::Attend")
+def attend(op, scores, V, mask=None, *, guarded=0):
+    """Y = (P·mask)·V, P = softmax(scores); also P, and P·mask. With ``guarded`` P is 0 in a row that is hidden throughout."""
+    weights = op.Softmax(scores, axis=-1)
     if guarded:
         weights = op.where(op.IsNaN(weights), 0, weights, like=weights)
     dropped = weights if mask is None else weights * mask
