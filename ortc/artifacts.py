@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from ortc import __version__
-from ortc.compiler import OF, SLOT, Compilation, of, paused_gc, role, run_passes, stages_of
+from ortc.compiler import OF, SLOT, Compilation, check_switches, of, paused_gc, role, run_passes, stages_of
 from ortc.errors import ModelError, OrtcError, RecipeError
 from ortc.graph.shapes import dims
 from ortc.plan import GraphFile, Plan, Port, Stage, dump_plan, fingerprint
@@ -36,7 +36,9 @@ def compile_graphs(model: ir.Model, recipe: Recipe, rules: Sequence[str | Path] 
     from ortc import passes
 
     load_rules(rules)
-    return run_passes(passes.standard(), Compilation(model, recipe, load_target(recipe.target)))
+    steps = passes.standard()
+    check_switches(steps, recipe)
+    return run_passes(steps, Compilation(model, recipe, load_target(recipe.target)))
 
 
 def load_rules(files: Sequence[str | Path] = ()) -> None:

@@ -63,6 +63,7 @@ class Pass:
     name: ClassVar[str]
     after: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[bool] = False  # whether a recipe may switch it off
+    alone: ClassVar[bool] = False  # whether it means something for a model by itself (`ortc rewrite`)
 
     @classmethod
     def summary(cls) -> str:
@@ -78,22 +79,21 @@ class Pass:
         raise NotImplementedError
 
 
-def run_passes(passes: Sequence[Pass], c: Compilation) -> Compilation:
-    """Run the passes in order and check the graph after each.
+def run_passes(passes: Sequence[Pass], c: Compilation, alone: bool = False) -> Compilation:
+    """Run the passes in order and check the graph after each. ``alone``: without those that they come after in a compilation.
 
     Raises:
         OrtcError: a mistake in the user's model or recipe, as found by a pass.
         AssertionError: naming the pass that broke an invariant: a fault of ortc.
     """
-    skipped = switched_off(passes, c.recipe, c.target)
     done: list[str] = []
     with paused_gc():
         for step in passes:
-            if step.name in skipped:
+            if not is_on(step, c.recipe, c.target):
                 done.append(step.name)
                 continue
             missing = [name for name in step.after if name not in done]
-            assert not missing, f"pass {step.name} must run after {missing}"
+            assert alone or not missing, f"pass {step.name} must run after {missing}"
             before = len(c.graph)
             step.run(c)
             c.history.append((step.name, before, len(c.graph)))
@@ -103,8 +103,8 @@ def run_passes(passes: Sequence[Pass], c: Compilation) -> Compilation:
     return c
 
 
-def switched_off(passes: Sequence[Pass], recipe: Recipe, target: Target) -> set[str]:
-    """The passes that do not run: those that the recipe has off, and those that the target's table has, but not the recipe on.
+def check_switches(passes: Sequence[Pass], recipe: Recipe) -> None:
+    """Check the passes that a recipe has on and off.
 
     Raises:
         RecipeError: there is no such pass, it is required, or it is to be on and off.
@@ -116,15 +116,16 @@ def switched_off(passes: Sequence[Pass], recipe: Recipe, target: Target) -> set[
                 raise RecipeError(f"passes.{switch}: there is no pass {name!r}; optional are {', '.join(optional)}")
             if name not in optional:
                 raise RecipeError(f"passes.{switch}: the pass {name!r} is required; optional are {', '.join(optional)}")
-    asked = {step.name for step in passes if step.asked_for(recipe)}
-    needed = [name for name in recipe.passes.off if name in asked]
-    if needed:
-        raise RecipeError(f"passes.off: the recipe has the pass {needed[0]!r} off, and asks for what it does")
-    both = [name for name in recipe.passes.on if name in recipe.passes.off]
-    if both:
-        raise RecipeError(f"passes: {both[0]!r} is to be on and off")
-    wanted = asked.union(recipe.passes.on)
-    return {name for name in optional if not target.fusions.get(name, True) and name not in wanted} | set(recipe.passes.off)
+    for step in passes:
+        if step.name in recipe.passes.off and (step.name in recipe.passes.on or step.asked_for(recipe)):
+            raise RecipeError(f"passes.off: {step.name!r} is off, and the recipe asks for it at another place")
+
+
+def is_on(step: Pass, recipe: Recipe, target: Target) -> bool:
+    """Whether a pass runs: as the recipe says, else as the target's table does."""
+    if not step.optional or step.name in recipe.passes.off:
+        return not step.optional
+    return target.fusions.get(step.name, True) or step.name in recipe.passes.on or step.asked_for(recipe)
 
 
 def check_invariants(model: ir.Model, where: str) -> None:

@@ -145,8 +145,8 @@ class LossInfo(_Table):
 class RewriteInfo(_Table):
     """How often a rewrite replaced what it looks for."""
 
-    by: str = Field(description="the pass")
-    rule: str = Field(description="the rewrite; of `gelu` the form that the model had")
+    by: str = Field(description="the pass, or its part")
+    rule: str = Field(description="the rewrite; of gelu the form that the model had")
     count: int
 
 

@@ -17,6 +17,9 @@ from ortc.passes.precision import CastToHalf
 from ortc.passes.quantization import PairQuantizers
 from ortc.passes.stages import CutStages, SplitPhases
 
+# What `ortc rewrite` runs before a pass that it runs alone: the one form that all of them know.
+NORMAL_FORM = ("prepare", "upgrade", "pair-quantizers", "choose-parameters", "simplify")
+
 
 def standard() -> list[Pass]:
     """The passes of every compilation."""

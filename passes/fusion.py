@@ -9,7 +9,7 @@ bench/fusions.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import onnx_ir as ir
 from ortc.compiler import Compilation, Pass
 from ortc.graph.shapes import Dims, constant, dims, rank
 from ortc.plan import RewriteInfo
-from ortc.rewrite import REWRITES, Hit, Rewrite, apply_rewrites, commutative, number, rewrite
+from ortc.rewrite import REWRITES, Hit, apply_rewrites, commutative, number, rewrite
 
 commutative("Add", "Mul")
 
@@ -27,20 +27,20 @@ commutative("Add", "Mul")
 class Fusion(Pass):
     """A pass that applies the rewrites that are declared under its name."""
 
-    optional = True
+    optional = alone = True
     after = ("simplify",)
 
     def run(self, c: Compilation) -> None:
         """Replace all matches in the model, or in the stages' training graphs once there are stages."""
-        self.replace(c, REWRITES[self.name])
+        self.replace(c, self.name)
 
-    def replace(self, c: Compilation, rewrites: Sequence[Rewrite]) -> list[Hit]:
-        """Apply rewrites, and note how often each did."""
+    def replace(self, c: Compilation, group: str) -> list[Hit]:
+        """Apply the rewrites declared under a name, and note how often each did."""
         models = [phases["train"] for phases in c.stages if "train" in phases] if c.stages else [c.model]
         cuts = {name for cut in c.recipe.pipeline.cuts for name in cut.split(",")}
-        hits = [hit for model in models for hit in apply_rewrites(model.graph, rewrites, self.name, cuts)]
+        hits = [hit for model in models for hit in apply_rewrites(model.graph, REWRITES[group], self.name, cuts)]
         counts = Counter(hit.rule for hit in hits)
-        c.rewrites += [RewriteInfo(by=self.name, rule=rule, count=count) for rule, count in sorted(counts.items())]
+        c.rewrites += [RewriteInfo(by=group, rule=rule, count=count) for rule, count in sorted(counts.items())]
         return hits
 
 
@@ -331,5 +331,5 @@ class FuseAttention(Fusion):
 
     def run(self, c: Compilation) -> None:
         """The scores first, whose softmax is no longer to be seen afterwards."""
-        self.replace(c, REWRITES["attention scores"])
-        self.replace(c, REWRITES["attention"])
+        self.replace(c, "attention scores")
+        self.replace(c, "attention")

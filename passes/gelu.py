@@ -23,7 +23,7 @@ from ortc.graph.names import all_graphs, take_place
 from ortc.passes.fusion import Fusion
 from ortc.passes.normalise import remove_dead_nodes
 from ortc.recipe import Recipe
-from ortc.rewrite import REWRITES, Hit, rewrite
+from ortc.rewrite import Hit, rewrite
 
 FORMS = ("exact", "tanh", "quick")
 
@@ -127,7 +127,7 @@ class FuseGelu(Fusion):
         if choice == "keep":
             super().run(c)
             return
-        hits = self.replace(c, REWRITES[f"gelu to {choice}"])
+        hits = self.replace(c, f"gelu to {choice}")
         changed = [hit for hit in hits if hit.rule != choice]
         if "export" in c.graphs:
             _follow(c, c.graphs["export"], changed, choice)

@@ -31,6 +31,7 @@ class Prepare(Pass):
     """Inlines functions, makes every weight an initialiser of its own, gives every node and value a name."""
 
     name = "prepare"
+    alone = True
 
     def run(self, c: Compilation) -> None:
         c.model = prepare(c.model)
@@ -50,6 +51,7 @@ class Upgrade(Pass):
     """Brings the graph to the target's opset, the one form of each operator that the later passes know."""
 
     name = "upgrade"
+    alone = True
     after = ("prepare",)
 
     def run(self, c: Compilation) -> None:
@@ -62,6 +64,7 @@ class Simplify(Pass):
     """Folds constants (never a weight: those are inputs by now) and infers types and shapes."""
 
     name = "simplify"
+    alone = True
     after = ("choose-parameters",)
 
     def run(self, c: Compilation) -> None:
@@ -73,6 +76,7 @@ class Decompose(Pass):
     """Writes operators that have a lowering but no gradient rule in others, whose rules then give the gradient."""
 
     name = "decompose"
+    alone = True
     after = ("simplify",)
 
     def run(self, c: Compilation) -> None:
@@ -170,6 +174,7 @@ class Lower(Pass):
     """Writes operators that a target lacks, or has only slowly, in others; their gradient rules have seen them by now."""
 
     name = "lower"
+    alone = True
     after = ("gradients",)
 
     def run(self, c: Compilation) -> None:
@@ -179,8 +184,8 @@ class Lower(Pass):
 
 
 def _finishing(c: Compilation) -> list[ir.Model]:
-    """The models that come to be run: of every stage, and the criterion."""
-    return [*(model for phases in c.stages for model in phases.values()), c.graphs["criterion"]]
+    """The models that come to be run: of every stage, and the criterion; without stages (`ortc rewrite`) the one there is."""
+    return [*(model for phases in c.stages for model in phases.values()), c.graphs["criterion"]] if c.stages else [c.model]
 
 
 def keeps(target: Target, node: ir.Node) -> bool:
@@ -221,6 +226,7 @@ class CleanUp(Pass):
     """Merges equal constants and subexpressions, drops dead nodes and what no longer feeds anything."""
 
     name = "clean-up"
+    alone = True
     after = ("lower", "optimizer")
 
     def run(self, c: Compilation) -> None:

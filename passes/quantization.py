@@ -24,6 +24,7 @@ class PairQuantizers(Pass):
     """Makes one node of each QuantizeLinear and the DequantizeLinear that undoes it."""
 
     name = "pair-quantizers"
+    alone = True
     after = ("upgrade",)
 
     def run(self, c: Compilation) -> None:

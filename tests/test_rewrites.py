@@ -43,7 +43,7 @@ def model_of(rule: Rewrite, sample: dict, symbolic: bool) -> tuple[ir.Model, dic
             arguments[name] = op.const(given) if isinstance(given, np.ndarray | np.generic) else given
     with op.scope("before"):
         y = rule.before(op, **arguments)
-    y.name = "y"
+    y.name = "result"
     graph.outputs.append(y)
     return infer_shapes(ir.Model(graph, ir_version=10)), feeds
 
@@ -65,7 +65,7 @@ def test_both_sides_are_equal(of, rule, sample):
     hits = apply_rewrites(model.graph, [rule], of)
     assert Counter(hit.rule for hit in hits) == {rule.name: 1}
     [output] = model.graph.outputs
-    assert (output.name, output.shape) == ("y", shape)
+    assert (output.name, output.shape) == ("result", shape)
     made = [node for node in model.graph if node.metadata_props.get("ortc.pass") == of]
     assert made
     assert all(node.metadata_props["ortc.rule"] == rule.name and node.metadata_props["ortc.origin"] for node in made)

@@ -1,8 +1,6 @@
-"""ortc's own operators, which fusions make, in those of the standard; training kernels of activations likewise."""
+"""ortc's own operators, which fusions make, in those of the standard."""
 
 from __future__ import annotations
-
-import math
 
 from ortc.rules import lowering
 
@@ -42,21 +40,3 @@ def attend(op, scores, V, mask=None, *, guarded=0):
         weights = op.where(op.IsNaN(weights), 0, weights, like=weights)
     dropped = weights if mask is None else weights * mask
     return op.MatMul(dropped, V), weights, dropped
-
-
-@lowering("com.microsoft::GeluGrad")
-def gelu_grad(op, dY, X):
-    """dX = dY·(Φ(X) + X·φ(X)), Φ and φ the normal's"""
-    cumulative = 0.5 * (1 + op.Erf(X * math.sqrt(0.5)))
-    density = op.Exp(-0.5 * (X * X)) * (1 / math.sqrt(2 * math.pi))
-    return (dY * (cumulative + X * density),)
-
-
-@lowering("com.microsoft::FastGeluGrad")
-def fast_gelu_grad(op, dY, X):
-    """u = √(2/π)·(X + 0.044715·X³), t = tanh u:  dX = dY·½·(1 + t + X·(1 - t²)·u')"""
-    root, cubic = math.sqrt(2 / math.pi), 0.044715
-    square = X * X
-    t = op.Tanh(root * (X * (1 + cubic * square)))
-    slope = root * (1 + 3 * cubic * square)
-    return (dY * (0.5 * ((1 + t) + X * ((1 - t * t) * slope))),)
