@@ -320,9 +320,7 @@ def ops(
 
 @app.command()
 def rewrite(
-    model: Annotated[
-        Path | None, typer.Argument(metavar="[MODEL.onnx]", help="any model; without one only with --list")
-    ] = None,
+    model: Annotated[Path | None, typer.Argument(metavar="[MODEL.onnx]", help="any model; needless with --list")] = None,
     passes: Annotated[
         list[str] | None, typer.Option("--pass", metavar="NAME[,NAME]", help="what to run, in the order of a compilation")
     ] = None,

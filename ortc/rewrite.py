@@ -20,7 +20,7 @@ Only the patterns of onnxscript are used: its own driver tries every rule on eve
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import zip_longest
@@ -58,20 +58,24 @@ class Rewrite:
         return Pattern(self.before, matcher=_Matcher, name=self.name)
 
     @cached_property
+    def levels(self) -> tuple[frozenset[OpKey], ...]:
+        """The operators of ``before``: the root, those of its operands, of theirs, and so on."""
+        found, level = [], [self.pattern._target_pattern.output_node]
+        while level:
+            found.append(frozenset(map(_pattern_key, level)))
+            producers = [v.producer() for node in level for v in node.inputs if v is not None]
+            level = list(dict.fromkeys(node for node in producers if node is not None))
+        return tuple(found)
+
+    @property
     def root(self) -> OpKey:
         """The operator whose output is replaced."""
-        return _pattern_key(self.pattern._target_pattern.output_node)
+        return next(iter(self.levels[0]))
 
     @cached_property
     def operators(self) -> frozenset[OpKey]:
         """All operators of ``before``."""
-        return frozenset(_pattern_key(node) for node in self.pattern._target_pattern)
-
-    @cached_property
-    def makers(self) -> frozenset[OpKey]:
-        """The operators that make the root's operands."""
-        producers = [v.producer() for v in self.pattern._target_pattern.output_node.inputs if v is not None]
-        return frozenset(_pattern_key(node) for node in producers if node is not None)
+        return frozenset[OpKey]().union(*self.levels)
 
     def match(self, graph: ir.Graph, node: ir.Node) -> tuple[Sequence[ir.Node], Bindings] | None:
         """The nodes and the values that ``before`` stands for, if ``node`` is its root and ``when`` agrees."""
@@ -148,39 +152,61 @@ def apply_rewrites(graph: ir.Graph, rewrites: Sequence[Rewrite], of: str, keep: 
     """
     parts = all_graphs(graph)
     present = {node_key(node) for part in parts for node in part}
-    by_root: dict[OpKey, list[Rewrite]] = {}
-    for rule in rewrites:
-        if rule.operators <= present:
-            by_root.setdefault(rule.root, []).append(rule)
+    live = [rule for rule in rewrites if rule.operators <= present]
     hits: list[Hit] = []
-    if not by_root:
+    if not live:
         return hits
     outermost = Builder(graph)
     for _ in range(_MOST_SWEEPS):
-        found = [
-            hit for part in parts for hit in _sweep(outermost if part is graph else Builder(part, outermost), by_root, of, keep)
-        ]
-        hits += found
-        if not found:
+        made: set[OpKey] = set()
+        for part in parts:
+            hits += _sweep(outermost if part is graph else Builder(part, outermost), live, of, keep, made)
+        live = [rule for rule in rewrites if not rule.operators.isdisjoint(made)]
+        if not live:
             return hits
     raise AssertionError(f"pass {of}: rewrite {hits[-1].rule!r} matches its own result")
 
 
-def _sweep(op: Builder, by_root: Mapping[OpKey, list[Rewrite]], of: str, keep: Collection[str]) -> Iterable[Hit]:
+def _sweep(op: Builder, rules: Sequence[Rewrite], of: str, keep: Collection[str], made: set[OpKey]) -> list[Hit]:
+    """Go over a graph once; ``made`` gets the operators of new nodes."""
+    by_root: dict[OpKey, dict[tuple[frozenset[OpKey], ...], list[Rewrite]]] = {}
+    for rule in rules:
+        by_root.setdefault(rule.root, {}).setdefault(rule.levels, []).append(rule)
+    hits = []
+    surroundings = _Surroundings()
     for node in reversed(list(op.graph)):
-        rules = by_root.get(node_key(node)) if node.graph is op.graph else None
-        if rules is None:
-            continue
-        makers = {node_key(p) for v in node.inputs if v is not None and (p := v.producer()) is not None}
-        for rule in rules:
-            match = rule.match(op.graph, node) if rule.makers <= makers else None
-            if match is not None and _may_go(match, node, keep):
-                yield _replace(op, rule, node, *match, of)
+        groups = by_root.get(node_key(node)) if node.graph is op.graph else None
+        for levels, candidates in groups.items() if groups is not None else ():
+            if not surroundings.hold(node, levels):
+                continue
+            match = next(((rule, *m) for rule in candidates if (m := rule.match(op.graph, node)) is not None), None)
+            if match is not None and _may_go(match[1], match[2], node, keep):
+                hits.append(_replace(op, match[0], node, match[1], match[2], of, made))
                 break
+    return hits
 
 
-def _may_go(match: tuple[Sequence[ir.Node], Bindings], root: ir.Node, keep: Collection[str]) -> bool:
-    nodes, bindings = match
+class _Surroundings:
+    """The operators at each distance upstream of nodes: most rewrites are ruled out by them, and need not be tried."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[ir.Node, int], frozenset[OpKey]] = {}
+
+    def hold(self, node: ir.Node, levels: Sequence[frozenset[OpKey]]) -> bool:
+        """Whether all operators of a rewrite are at their distances from its root."""
+        return all(level <= self._at(node, distance) for distance, level in enumerate(levels))
+
+    def _at(self, node: ir.Node, distance: int) -> frozenset[OpKey]:
+        found = self._known.get((node, distance))
+        if found is None:
+            producers = [] if distance == 0 else [p for v in node.inputs if v is not None and (p := v.producer()) is not None]
+            nearer = (self._at(p, distance - 1) for p in producers)
+            found = frozenset([node_key(node)]) if distance == 0 else frozenset[OpKey]().union(*nearer)
+            self._known[node, distance] = found
+        return found
+
+
+def _may_go(nodes: Sequence[ir.Node], bindings: Bindings, root: ir.Node, keep: Collection[str]) -> bool:
     inside = (v.name for node in nodes if node is not root for v in node.outputs)
     # A constant of shape [1] beside a scalar makes the scalar a vector.
     grows = rank(root.outputs[0]) and any(
@@ -193,16 +219,33 @@ def _is_known(value: ir.Value) -> bool:
     return constant(value) is not None
 
 
-def _replace(op: Builder, rule: Rewrite, root: ir.Node, nodes: Sequence[ir.Node], bindings: Bindings, of: str) -> Hit:
+def _replace(
+    op: Builder, rule: Rewrite, root: ir.Node, nodes: Sequence[ir.Node], bindings: Bindings, of: str, made: set[OpKey]
+) -> Hit:
     old = root.outputs[0]
     name, origin = old.name or "", root.metadata_props.get("ortc.origin", root.name or "")
     with op.scope(root.name or root.op_type, before=root, origin=origin, rule=rule.name, pass_=of):
         new = rule.result(op, bindings)
+    given = [value for value in bindings.values() if isinstance(value, ir.Value)]
+    made.update(node_key(node) for node in _between(given, new))
     inputs = {key: value.name or "" for key, value in bindings.items() if isinstance(value, ir.Value)}
     new.type, new.shape = old.type or new.type, old.shape or new.shape
     take_place(old, new)
     op.graph.remove(nodes, safe=True)
     return Hit(rule.name, name, inputs)
+
+
+def _between(given: Collection[ir.Value], result: ir.Value) -> list[ir.Node]:
+    """The nodes that make a value of others."""
+    found: dict[ir.Node, None] = {}
+    waiting = [result]
+    while waiting:
+        value = waiting.pop()
+        node = None if value in given else value.producer()
+        if node is not None and node not in found:
+            found[node] = None
+            waiting += [v for v in node.inputs if v is not None]
+    return list(found)
 
 
 def number(value: Any) -> float | None:
@@ -291,4 +334,4 @@ def _default(domain: str, op_type: str, name: str) -> ir.Attr | None:
     attribute = onnx.defs.get_schema(op_type, domain).attributes.get(name)
     if attribute is None or not attribute.default_value.type:
         return None
-    return ir.from_proto(attribute.default_value)
+    return ir.serde.deserialize_attribute(attribute.default_value)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -28,7 +28,7 @@ class Fusion(Pass):
     """A pass that applies the rewrites that are declared under its name."""
 
     optional = alone = True
-    after = ("simplify",)
+    after: ClassVar[tuple[str, ...]] = ("simplify",)
 
     def run(self, c: Compilation) -> None:
         """Replace all matches in the model, or in the stages' training graphs once there are stages."""
@@ -36,12 +36,16 @@ class Fusion(Pass):
 
     def replace(self, c: Compilation, group: str) -> list[Hit]:
         """Apply the rewrites declared under a name, and note how often each did."""
-        models = [phases["train"] for phases in c.stages if "train" in phases] if c.stages else [c.model]
         cuts = {name for cut in c.recipe.pipeline.cuts for name in cut.split(",")}
-        hits = [hit for model in models for hit in apply_rewrites(model.graph, REWRITES[group], self.name, cuts)]
+        hits = [hit for model in training_graphs(c) for hit in apply_rewrites(model.graph, REWRITES[group], self.name, cuts)]
         counts = Counter(hit.rule for hit in hits)
         c.rewrites += [RewriteInfo(by=group, rule=rule, count=count) for rule, count in sorted(counts.items())]
         return hits
+
+
+def training_graphs(c: Compilation) -> list[ir.Model]:
+    """The stages' training graphs, or the model as long as there are none."""
+    return [phases["train"] for phases in c.stages if "train" in phases] if c.stages else [c.model]
 
 
 # ---- layer normalisation -----------------------------------------------------------------------------------------------
@@ -222,6 +226,21 @@ class FuseSoftmaxDropout(Fusion):
     name = "softmax-dropout"
     after = ("stages",)
 
+    def run(self, c: Compilation) -> None:
+        """The shape of a mask is asked of something else first."""
+        _look_past_softmax(c)
+        super().run(c)
+
+
+def _look_past_softmax(c: Compilation) -> None:
+    """Whoever wants the shape of a softmax, as dropout does, looks at its input: so nothing else reads what is fused."""
+    for model in training_graphs(c):
+        for node in model.graph:
+            if node.op_type == "Softmax" and not node.domain:
+                for user, index in list(node.outputs[0].uses()):
+                    if user.op_type == "Shape" and not user.domain:
+                        user.replace_input_with(index, node.inputs[0])
+
 
 # Of the scores of attention, before the softmax: a factor goes to the queries, which are fewer numbers, and a mask that selects
 # becomes one that is added: ONNX Runtime's Where takes seven times as long as its Add, and so does the gradient.
@@ -331,5 +350,6 @@ class FuseAttention(Fusion):
 
     def run(self, c: Compilation) -> None:
         """The scores first, whose softmax is no longer to be seen afterwards."""
+        _look_past_softmax(c)
         self.replace(c, "attention scores")
         self.replace(c, "attention")

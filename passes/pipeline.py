@@ -181,6 +181,14 @@ class Lower(Pass):
         for model in _finishing(c):
             lower(model.graph, lambda n: not keeps(c.target, n))
             widen_missing(model.graph, c.target)
+            drop_unused_domains(model.graph)
+
+
+def drop_unused_domains(graph: ir.Graph) -> None:
+    """Forget the opsets of domains that no operator is of any more."""
+    used = {node.domain for node in graph.all_nodes()}
+    for domain in [d for d in graph.opset_imports if d and d not in used]:
+        del graph.opset_imports[domain]
 
 
 def _finishing(c: Compilation) -> list[ir.Model]:
@@ -209,7 +217,8 @@ def lower(graph: ir.Graph, wanted: Callable[[ir.Node], bool]) -> None:
 
 
 def _lower_node(op: Builder, node: ir.Node) -> None:
-    with op.scope(node.name or node.op_type, before=node, origin=node.name or "", rule=node.op_type, pass_="lower"):
+    origin = node.metadata_props.get("ortc.origin", node.name or "")  # of a fusion, which itself will be gone
+    with op.scope(node.name or node.op_type, before=node, origin=origin, rule=node.op_type, pass_="lower"):
         try:
             made = lowered(op, node)
         except Unsupported as error:
