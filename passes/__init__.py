@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from ortc.compiler import Pass
 from ortc.passes.forms import ForkEvaluation, InferenceTemplate, TrainingForm
-from ortc.passes.fusion import FuseAttention, FuseBiasGelu, FuseLayerNorm, FuseRMSNorm, FuseSilu, FuseSoftmaxDropout
+from ortc.passes.fusion import (
+    FuseAttention,
+    FuseBiasGelu,
+    FuseLayerNorm,
+    FuseRMSNorm,
+    FuseSilu,
+    FuseSoftmaxDropout,
+    ScoresOfAttention,
+)
 from ortc.passes.gelu import FuseGelu
 from ortc.passes.loss import AttachLoss
 from ortc.passes.optimizer import BuildOptimizer
@@ -42,6 +50,7 @@ def standard() -> list[Pass]:
         FuseRMSNorm(),
         FuseSilu(),
         FuseBiasGelu(),
+        ScoresOfAttention(),
         FuseAttention(),
         FuseSoftmaxDropout(),
         Gradients(),

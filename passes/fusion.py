@@ -245,7 +245,7 @@ def _look_past_softmax(c: Compilation) -> None:
 # Of the scores of attention, before the softmax: a factor goes to the queries, which are fewer numbers, and a mask that selects
 # becomes one that is added: ONNX Runtime's Where takes seven times as long as its Add, and so does the gradient.
 rewrite(
-    "attention scores",
+    "attention-scores",
     name="scaled",
     before=lambda op, q, k, factor: op.MatMul(q, k) * factor,
     after=lambda op, q, k, factor: op.MatMul(q * factor, k),
@@ -253,7 +253,7 @@ rewrite(
     samples=({"q": (2, 3, 4), "k": (2, 4, 5), "factor": np.float32(0.5)},),
 )
 rewrite(
-    "attention scores",
+    "attention-scores",
     name="scaled",
     before=lambda op, q, k, divisor: op.MatMul(q, k) / divisor,
     after=lambda op, q, k, divisor: op.MatMul(q / divisor, k),
@@ -261,7 +261,7 @@ rewrite(
     samples=({"q": (2, 3, 4), "k": (2, 4, 5), "divisor": np.float32(2)},),
 )
 rewrite(
-    "attention scores",
+    "attention-scores",
     name="masked",
     before=lambda op, x, hidden, fill, axis: op.Softmax(op.Where(hidden, fill, x), axis=axis),
     after=lambda op, x, hidden, fill, axis: op.Softmax(x + op.Where(hidden, fill, op.const(0, like=x)), axis=axis),
@@ -269,7 +269,7 @@ rewrite(
     samples=({"x": (2, 3, 5), "hidden": np.arange(15).reshape(3, 5) % 4 == 1, "fill": np.float32(-np.inf), "axis": -1},),
 )
 rewrite(
-    "attention scores",
+    "attention-scores",
     name="masked",
     before=lambda op, x, seen, fill, axis: op.Softmax(op.Where(seen, x, fill), axis=axis),
     after=lambda op, x, seen, fill, axis: op.Softmax(x + op.Where(seen, op.const(0, like=x), fill), axis=axis),
@@ -342,14 +342,21 @@ def _attend(op: Any, x: ir.Value, v: ir.Value, mask: ir.Value | None = None, gua
 
 
 @dataclass(frozen=True)
+class ScoresOfAttention(Fusion):
+    """Of attention's scores: multiplies the queries with their factor, and adds a mask instead of selecting by it."""
+
+    name = "attention-scores"
+    after = ("stages",)
+
+
+@dataclass(frozen=True)
 class FuseAttention(Fusion):
     """Takes softmax(scores)·V as one operator, whose backward sums over the channels where softmax's sums over all keys."""
 
     name = "attention"
-    after = ("stages",)
+    after = ("stages", "attention-scores")
 
     def run(self, c: Compilation) -> None:
-        """The scores first, whose softmax is no longer to be seen afterwards."""
+        """The shape of a mask is asked of something else first."""
         _look_past_softmax(c)
-        self.replace(c, "attention scores")
-        self.replace(c, "attention")
+        super().run(c)
