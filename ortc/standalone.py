@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import onnx
 import onnx_ir as ir
 
 from ortc.artifacts import load_rules
@@ -95,7 +94,6 @@ def _write(model: ir.Model, path: Path) -> None:
         if data is None:
             ir.external_data.load_to_model(model)
         ir.save(model, aside / path.name, external_data=data)
-        onnx.checker.check_model(str(aside / path.name))
         for name in (data, path.name):
             if name is not None:
                 os.replace(aside / name, path.with_name(name))
