@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from ortc import __version__
 from ortc.boundary import Connection, Part, stage_prefix
-from ortc.compiler import OF, SLOT, Compilation, of, paused_gc, role, run_passes, stages_of
+from ortc.compiler import OF, SLOT, Compilation, check_switches, of, paused_gc, role, run_passes, stages_of
 from ortc.errors import ModelError, OrtcError, RecipeError
 from ortc.graph.shapes import dims, type_name
 from ortc.plan import GraphFile, Plan, Port, Stage, dump_plan, fingerprint
@@ -44,7 +44,9 @@ def compile_graphs(model: ir.Model, recipe: Recipe, rules: Sequence[str | Path] 
     from ortc import passes
 
     load_rules(rules)
-    return run_passes(passes.standard(), Compilation(model, recipe, load_target(recipe.target), part))
+    steps = passes.standard()
+    check_switches(steps, recipe)
+    return run_passes(steps, Compilation(model, recipe, load_target(recipe.target), part))
 
 
 def load_rules(files: Sequence[str | Path] = ()) -> None:
@@ -211,6 +213,7 @@ def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
         stages=stages,
         export=write_graph(c.graphs["export"], folder, _FILES["export"], check=False),
         criterion=write_graph(c.graphs["criterion"], folder, _FILES["criterion"]),
+        rewrites=c.rewrites,
         warnings=c.warnings,
     )
     checkpoint = folder / plan.checkpoint / "step-0"

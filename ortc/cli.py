@@ -41,6 +41,13 @@ Rules = Annotated[
     list[Path] | None,
     typer.Option("--rules", metavar="FILE.py", help="a Python file with your own gradient rules"),
 ]
+Gelu = Annotated[
+    str | None,
+    typer.Option(
+        metavar="keep|exact|tanh|quick",
+        help="the form of GELU that is trained, evaluated and exported: as the model has it, by erf, by tanh, by a sigmoid",
+    ),
+]
 Connect = Annotated[
     list[str] | None,
     typer.Option(
@@ -74,6 +81,13 @@ def compile_(
     clip_norm: Annotated[float | None, typer.Option(help="clip the gradients to this norm, all together")] = None,
     clip_value: Annotated[float | None, typer.Option(help="clip every element of the gradients to this size")] = None,
     precision: Annotated[str | None, typer.Option(metavar="fp32|fp16|bf16", help="type of products; weights stay fp32")] = None,
+    gelu: Gelu = None,
+    without: Annotated[
+        list[str] | None, typer.Option("--without", metavar="PASS", help="leave an optional pass out (`ortc rewrite --list`)")
+    ] = None,
+    with_: Annotated[
+        list[str] | None, typer.Option("--with", metavar="PASS", help="run a fusion that the target's table has off")
+    ] = None,
     loss_scale: Annotated[str | None, typer.Option(metavar="none|dynamic|NUMBER", help="default: dynamic for fp16")] = None,
     recompute: Annotated[
         str | None,
@@ -129,7 +143,7 @@ def compile_(
     chosen = build_recipe(
         recipe, loss=loss, train=train, freeze=freeze, wrt=wrt, batch_norm=batch_norm, optimizer=optimizer, lr=lr,
         schedule=schedule, warmup=warmup, seed=seed, target=target, clip_norm=clip_norm, clip_value=clip_value,
-        precision=precision, loss_scale=loss_scale,
+        precision=precision, loss_scale=loss_scale, gelu=gelu, without=without, with_=with_,
         recompute={"nodes": recompute, "budget": None if memory_budget is None else parse_bytes(memory_budget)},
         pipeline={
             "stages": stages or (len(cut) + 1 if cut else sizes.get("stages")), "schedule": schedule_text,
@@ -386,6 +400,37 @@ def ops(
 
 
 @app.command()
+def rewrite(
+    model: Annotated[Path | None, typer.Argument(metavar="[MODEL.onnx]", help="any model; needless with --list")] = None,
+    passes: Annotated[
+        list[str] | None, typer.Option("--pass", metavar="NAME[,NAME]", help="what to run, in the order of a compilation")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE.onnx", help="the file to write")] = None,
+    show: Annotated[bool, typer.Option("--list", help="say which passes there are, and stop")] = False,
+    gelu: Gelu = None,
+    target: TargetName = None,
+    recipe: RecipeFile = None,
+    rules: Rules = None,
+    force: Force = False,
+) -> None:
+    """Run single passes on a model; the result computes the same (or what --gelu chooses)."""
+    chosen = build_recipe(recipe, gelu=gelu, target=target)
+    from ortc.inspection import list_passes, summarise_rewrites
+    from ortc.standalone import rewrite_model
+
+    if show:
+        print(list_passes(chosen))
+        return
+    if model is None or output is None:
+        raise RecipeError("say which model and where the result goes: ortc rewrite MODEL.onnx --pass NAME -o FILE.onnx")
+    names = [name for text in passes or () for name in text.split(",")]
+    c = rewrite_model(model, output, names, chosen, rules=rules or (), force=force)
+    print("\n".join([f"{output}: {len(c.graph)} nodes", *summarise_rewrites(c.rewrites), *c.warnings]))
+    if any(node.domain == "ortc" for node in c.graph.all_nodes()):
+        print("it holds operators of ortc's own; `--pass lower` beside the others writes them in the standard's")
+
+
+@app.command()
 def demo(
     folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="where to keep the result; default: nowhere")] = None,
     threads: Threads = None,
@@ -415,6 +460,9 @@ def build_recipe(
     precision: str | None = None,
     loss_scale: str | None = None,
     recompute: dict[str, Any] | None = None,
+    gelu: str | None = None,
+    without: list[str] | None = None,
+    with_: list[str] | None = None,
     pipeline: dict[str, Any] | None = None,
 ) -> Recipe:
     """A recipe file (or the defaults) with the flags that were given on top.
@@ -438,7 +486,8 @@ def build_recipe(
         (fields["precision"]["loss_scale"], _loss_scale(loss_scale)),
         (fields["recompute"], recompute or {}),
         (fields["pipeline"], pipeline or {}),
-        (fields, {"wrt": wrt or None, "batch_norm": batch_norm, "seed": seed, "target": target}),
+        (fields, {"wrt": wrt or None, "batch_norm": batch_norm, "seed": seed, "target": target, "gelu": gelu}),
+        (fields["passes"], {"off": without or None, "on": with_ or None}),
     )
     for table, flags in tables:
         table.update({key: value for key, value in flags.items() if value is not None})
@@ -544,7 +593,7 @@ def _value(text: str) -> Any:
 
 def describe_plan(plan: Plan, output: Path) -> str:
     """What was compiled, in a few lines: what was chosen, and how to choose otherwise."""
-    from ortc.inspection import recompute_lines, schedule_name, stage_lines
+    from ortc.inspection import gelu_lines, recompute_lines, schedule_name, stage_lines, summarise_rewrites
 
     trained = plan.trainable()
     count = sum(math.prod(p.shape) for p in trained)
@@ -559,6 +608,7 @@ def describe_plan(plan: Plan, output: Path) -> str:
     lines.append(
         f"  optimizer   {plan.recipe.optimizer.name}, learning rate {rate.base:g}, {rate.schedule} (--optimizer, --lr)"
     )
+    lines += gelu_lines(plan) + summarise_rewrites(plan.rewrites)
     pipeline = plan.recipe.pipeline
     if pipeline.divided:
         ranks = (pipeline.ranks or pipeline.stages) * pipeline.replicas

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from ortc.boundary import Part
 from ortc.errors import RecipeError
-from ortc.plan import LossInfo, ParameterInfo, Recomputed, StageCosts
+from ortc.plan import LossInfo, ParameterInfo, Recomputed, RewriteInfo, StageCosts
 from ortc.recipe import Recipe
 from ortc.target import Target
 
@@ -44,6 +44,7 @@ class Compilation:
     losses: list[LossInfo] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)  # of a part: what the recipe names and another part may have
+    rewrites: list[RewriteInfo] = field(default_factory=list)
     history: list[tuple[str, int, int]] = field(default_factory=list)  # (pass, nodes before, nodes after)
 
     @property
@@ -75,14 +76,25 @@ class Pass:
 
     name: ClassVar[str]
     after: ClassVar[tuple[str, ...]] = ()
+    optional: ClassVar[bool] = False  # whether a recipe may switch it off
+    alone: ClassVar[bool] = False  # whether it means something for a model by itself (`ortc rewrite`)
+
+    @classmethod
+    def summary(cls) -> str:
+        """The first line of its documentation."""
+        return (cls.__doc__ or "").strip().splitlines()[0]
+
+    def asked_for(self, recipe: Recipe) -> bool:
+        """Whether a field of the recipe needs the pass, whatever a target's table says."""
+        return False
 
     def run(self, c: Compilation) -> None:
         """Rewrite the compilation in place."""
         raise NotImplementedError
 
 
-def run_passes(passes: Sequence[Pass], c: Compilation) -> Compilation:
-    """Run the passes in order and check the graph after each.
+def run_passes(passes: Sequence[Pass], c: Compilation, alone: bool = False) -> Compilation:
+    """Run the passes in order and check the graph after each. ``alone``: without those that they come after in a compilation.
 
     Raises:
         OrtcError: a mistake in the user's model or recipe, as found by a pass.
@@ -91,8 +103,11 @@ def run_passes(passes: Sequence[Pass], c: Compilation) -> Compilation:
     done: list[str] = []
     with paused_gc():
         for step in passes:
+            if not is_on(step, c.recipe, c.target):
+                done.append(step.name)
+                continue
             missing = [name for name in step.after if name not in done]
-            assert not missing, f"pass {step.name} must run after {missing}"
+            assert alone or not missing, f"pass {step.name} must run after {missing}"
             before = len(c.graph)
             step.run(c)
             c.history.append((step.name, before, len(c.graph)))
@@ -100,6 +115,31 @@ def run_passes(passes: Sequence[Pass], c: Compilation) -> Compilation:
                 check_invariants(model, f"pass {step.name} ({phase})")
             done.append(step.name)
     return c
+
+
+def check_switches(passes: Sequence[Pass], recipe: Recipe) -> None:
+    """Check the passes that a recipe has on and off.
+
+    Raises:
+        RecipeError: there is no such pass, it is required, or it is to be on and off.
+    """
+    optional = [step.name for step in passes if step.optional]
+    for switch, names in (("off", recipe.passes.off), ("on", recipe.passes.on)):
+        for name in names:
+            if name not in (step.name for step in passes):
+                raise RecipeError(f"passes.{switch}: there is no pass {name!r}; optional are {', '.join(optional)}")
+            if name not in optional:
+                raise RecipeError(f"passes.{switch}: the pass {name!r} is required; optional are {', '.join(optional)}")
+    for step in passes:
+        if step.name in recipe.passes.off and (step.name in recipe.passes.on or step.asked_for(recipe)):
+            raise RecipeError(f"passes.off: {step.name!r} is off, and the recipe asks for it at another place")
+
+
+def is_on(step: Pass, recipe: Recipe, target: Target) -> bool:
+    """Whether a pass runs: as the recipe says, else as the target's table does."""
+    if not step.optional or step.name in recipe.passes.off:
+        return not step.optional
+    return target.fusions.get(step.name, True) or step.name in recipe.passes.on or step.asked_for(recipe)
 
 
 def check_invariants(model: ir.Model, where: str) -> None:

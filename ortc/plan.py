@@ -159,6 +159,14 @@ class LossInfo(_Table):
     chosen: str = Field(description="why this loss: the recipe, or what was recognised")
 
 
+class RewriteInfo(_Table):
+    """How often a rewrite replaced what it looks for."""
+
+    by: str = Field(description="the pass, or its part")
+    rule: str = Field(description="the rewrite; of gelu the form that the model had")
+    count: int
+
+
 class Plan(_Table):
     """Everything in the output folder."""
 
@@ -175,6 +183,7 @@ class Plan(_Table):
     export: GraphFile = Field(description="the inference model without its parameters; `ortc export` adds them")
     criterion: GraphFile = Field(description="the loss alone: from the model's outputs and the labels")
     checkpoint: str = Field("checkpoint", description="folder of the checkpoints, step-0 is the initial one")
+    rewrites: list[RewriteInfo] = Field(default_factory=list, description="what the fusions did")
     warnings: list[str] = Field(default_factory=list)
 
     def identity(self) -> str:

@@ -144,6 +144,13 @@ class Pipeline(_Table):
         return self.stages > 1 or self.parts > 1 or self.replicas > 1
 
 
+class Passes(_Table):
+    """Passes that are optional, by name (`ortc rewrite --list`)."""
+
+    off: list[str] = Field(default_factory=list, description="passes that do not run")
+    on: list[str] = Field(default_factory=list, description="fusions that run though the target's table has them off")
+
+
 class Recipe(_Table):
     """Everything a compilation is told, with its defaults."""
 
@@ -158,6 +165,10 @@ class Recipe(_Table):
     optimizer: Optimizer = Field(default_factory=Optimizer)
     groups: list[Group] = Field(default_factory=list)
     learning_rate: LearningRate = Field(default_factory=LearningRate)
+    gelu: Literal["keep", "exact", "tanh", "quick"] = Field(
+        "keep", description="the form of GELU that is trained, evaluated and exported: x·Φ(x), by tanh, x·sigmoid(1.702x)"
+    )
+    passes: Passes = Field(default_factory=Passes)
     precision: Precision = Field(default_factory=Precision)
     recompute: Recompute = Field(default_factory=Recompute)
     pipeline: Pipeline = Field(default_factory=Pipeline)
