@@ -36,6 +36,7 @@ class Compilation:
     graphs: dict[str, ir.Model] = field(default_factory=dict)
     stages: list[dict[str, ir.Model]] = field(default_factory=list)
     costs: list[StageCosts] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)  # of symbolic dimensions, as assumed for the costs
     recomputed: dict[int, Recomputed] = field(default_factory=dict)  # by stage
     weights: dict[str, ir.TensorProtocol] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)  # a weight's copy in the file -> the weight

@@ -100,9 +100,11 @@ class StageCosts(_Table):
     parameter_bytes: int
     gradient_bytes: int
     state_bytes: int
-    stash_bytes: int = Field(description="kept for the backward by the micro-batches in flight")
+    kept_bytes: int = Field(0, description="kept for the backward, of one micro-batch")
+    kept_for_weights_bytes: int = Field(0, description="and from the gradients of the inputs to those of the weights")
+    stash_bytes: int = Field(description="what is kept by all micro-batches, at the most")
     in_flight: int = Field(description="how many those are under the recipe's schedule")
-    boundary_bytes: int
+    boundary_bytes: int = Field(description="what arrives and leaves beside it, when that is the most")
 
     @property
     def seconds(self) -> float:

@@ -21,7 +21,6 @@ from ortc.passes.joining import Stages, describe
 from ortc.recipe import Recipe, parse_recipe
 from ortc.runtime.trainer import Trainer
 
-
 FUSIONS = [step.name for step in standard() if step.optional]
 
 
