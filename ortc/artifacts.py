@@ -26,7 +26,7 @@ from ortc.source import load_model, write_safetensors
 from ortc.target import load_target
 
 STAGE_PHASES = ("train", "forward", "backward", "backward_input", "backward_weight", "eval", "optimizer")
-_FILES = {"export": "export.template", "criterion": "criterion.onnx"}
+_FILES = {"export": "export.template", "adapters": "adapters.template", "criterion": "criterion.onnx"}
 
 
 def compile_graphs(model: ir.Model, recipe: Recipe, rules: Sequence[str | Path] = (), part: Part | None = None) -> Compilation:
@@ -197,8 +197,11 @@ def _put_in_place(aside: Path, target: Path, force: bool) -> None:
 def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
     stages = [write_stage(c, folder, index, held) for index, held in enumerate(_held_by_stage(c))]
     held = {p.name for p in c.parameters}
-    for name in held:
-        c.graphs["export"].graph.initializers.pop(name, None)
+    templates = {name: c.graphs[name] for name in ("export", "adapters") if name in c.graphs}
+    for model in templates.values():
+        for name in held:
+            model.graph.initializers.pop(name, None)
+    written = {name: write_graph(model, folder, _FILES[name], check=False) for name, model in templates.items()}
     plan = Plan(
         ortc_version=__version__,
         model=model_name,
@@ -209,7 +212,9 @@ def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
         parameters=c.parameters,
         losses=c.losses,
         stages=stages,
-        export=write_graph(c.graphs["export"], folder, _FILES["export"], check=False),
+        export=written.pop("export"),
+        adapters=c.adapters,
+        adapter_export=written.get("adapters"),
         criterion=write_graph(c.graphs["criterion"], folder, _FILES["criterion"]),
         warnings=c.warnings,
     )

@@ -62,6 +62,10 @@ def compile_(
     freeze: Freeze = None,
     wrt: Wrt = None,
     batch_norm: BatchNorm = None,
+    lora: Annotated[
+        str | None,
+        typer.Option(metavar="rank=8,alpha=16,targets=GLOB", help="train low-rank adapters in place of these weights"),
+    ] = None,
     optimizer: Annotated[
         str | None,
         typer.Option(
@@ -117,8 +121,8 @@ def compile_(
     """Build the training graphs of a model."""
     schedule_text, sizes = read_pipeline(pipeline) if pipeline is not None else (None, {})
     chosen = build_recipe(
-        recipe, loss=loss, train=train, freeze=freeze, wrt=wrt, batch_norm=batch_norm, optimizer=optimizer, lr=lr,
-        schedule=schedule, warmup=warmup, seed=seed, target=target, clip_norm=clip_norm, clip_value=clip_value,
+        recipe, loss=loss, train=train, freeze=freeze, wrt=wrt, batch_norm=batch_norm, lora=lora, optimizer=optimizer,
+        lr=lr, schedule=schedule, warmup=warmup, seed=seed, target=target, clip_norm=clip_norm, clip_value=clip_value,
         precision=precision, loss_scale=loss_scale,
         pipeline={
             "stages": stages or (len(cut) + 1 if cut else sizes.get("stages")), "schedule": schedule_text,
@@ -243,6 +247,10 @@ def export(
     folder: Folder,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE.onnx")],
     data: Annotated[str | None, typer.Option(help="data to check the export on; default: made up")] = None,
+    adapters: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.onnx_adapter", help="write the adapters (--lora) apart; the model takes them as inputs"),
+    ] = None,
     restore: Annotated[str, typer.Option(metavar="latest|PATH", help="the checkpoint to export")] = "latest",
     force: Force = False,
 ) -> None:
@@ -250,7 +258,7 @@ def export(
     from ortc.runtime.trainer import Trainer
 
     with Trainer(folder, restore=restore) as trainer:
-        result = trainer.export(output, data=data, force=force)
+        result = trainer.export(output, data=data, force=force, adapters=adapters)
     print(result)
 
 
@@ -393,6 +401,7 @@ def build_recipe(
     freeze: list[str] | None = None,
     wrt: list[str] | None = None,
     batch_norm: str | None = None,
+    lora: str | None = None,
     optimizer: str | None = None,
     lr: float | None = None,
     schedule: str | None = None,
@@ -415,6 +424,8 @@ def build_recipe(
     fields: dict[str, Any] = (load_recipe(path) if path else Recipe()).model_dump()
     if loss:
         fields["loss"] = [parse_loss(text) for text in loss]
+    if lora is not None:
+        fields["lora"] = {**(fields["lora"] or {}), **parse_lora(lora)}
     if optimizer:
         name, options = split_options(optimizer)
         fields["optimizer"] = {**fields["optimizer"], "name": name, "options": options}
@@ -493,6 +504,17 @@ def _loss_scale(text: str | None) -> dict[str, Any]:
         return {"mode": "static", "initial": float(text)}
     except ValueError:
         raise RecipeError(f"--loss-scale: {text!r} is neither none, dynamic nor a number") from None
+
+
+def parse_lora(text: str) -> dict[str, Any]:
+    """``rank=8,alpha=16,targets='*attn*'`` as the recipe's table; several targets as ``targets=[GLOB,GLOB]``."""
+    _, options = split_options(f"lora:{text}") if text else ("", {})
+    if text and not options:
+        raise RecipeError(f"--lora: {text!r} is not KEY=VALUE,…: rank, alpha and targets can be said")
+    targets = options.get("targets")
+    if isinstance(targets, str):
+        options["targets"] = [glob.strip(" '\"") for glob in targets.strip("[]").split(",")]
+    return options
 
 
 def parse_loss(text: str) -> dict[str, Any]:

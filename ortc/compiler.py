@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from ortc.boundary import Part
 from ortc.errors import RecipeError
-from ortc.plan import LossInfo, ParameterInfo, StageCosts
+from ortc.plan import AdapterInfo, LossInfo, ParameterInfo, StageCosts
 from ortc.recipe import Recipe
 from ortc.target import Target
 
@@ -40,6 +40,7 @@ class Compilation:
     tied: dict[str, str] = field(default_factory=dict)  # a weight's copy in the file -> the weight
     parameters: list[ParameterInfo] = field(default_factory=list)
     constants: list[tuple[str, str]] = field(default_factory=list)  # initialisers that cannot train: (name, why)
+    adapters: list[AdapterInfo] = field(default_factory=list)
     losses: list[LossInfo] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)  # of a part: what the recipe names and another part may have

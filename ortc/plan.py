@@ -87,6 +87,15 @@ class ParameterInfo(_Table):
     copies: list[str] = Field(default_factory=list, description="names in the model of transposed copies, which follow it")
 
 
+class AdapterInfo(_Table):
+    """A low-rank adapter: its weight W counts as W + scale · L·R, L and R as matrices, in any shape."""
+
+    weight: str = Field(description="the parameter beside which it is")
+    left: str = Field(description="the parameter L; its second dimension is the rank")
+    right: str = Field(description="the parameter R; its first dimension is the rank")
+    scale: float
+
+
 class StageCosts(_Table):
     """What the compiler predicts of a stage, for one micro-batch of the sizes that it was told."""
 
@@ -161,6 +170,8 @@ class Plan(_Table):
     losses: list[LossInfo]
     stages: list[Stage]
     export: GraphFile = Field(description="the inference model without its parameters; `ortc export` adds them")
+    adapters: list[AdapterInfo] = Field(default_factory=list)
+    adapter_export: GraphFile | None = Field(None, description="with adapters: the inference model that takes them as inputs")
     criterion: GraphFile = Field(description="the loss alone: from the model's outputs and the labels")
     checkpoint: str = Field("checkpoint", description="folder of the checkpoints, step-0 is the initial one")
     warnings: list[str] = Field(default_factory=list)

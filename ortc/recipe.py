@@ -67,6 +67,16 @@ class Parameters(_Table):
     freeze: list[str] = Field(default_factory=list, description="globs; wins over `train`")
 
 
+class Lora(_Table):
+    """Low-rank adapters (arXiv 2106.09685): they train, the weights beside them do not unless `parameters.train` names them."""
+
+    rank: int = Field(8, ge=1, description="inner size of the factors")
+    alpha: float = Field(16.0, gt=0, description="the factors' product counts alpha / rank times")
+    targets: list[str] = Field(
+        default_factory=lambda: ["*"], min_length=1, description="globs over weights, or over the nodes that read them"
+    )
+
+
 class LossScale(_Table):
     """What the loss is multiplied with, so that small gradients are no zeros in float16 (arXiv 1710.03740)."""
 
@@ -134,6 +144,7 @@ class Recipe(_Table):
     target: str = Field("ort-training", description="the runtime that the artifacts are for")
     loss: list[LossTerm] = Field(default_factory=list, description="empty: chosen from the model's outputs")
     parameters: Parameters = Field(default_factory=Parameters)
+    lora: Lora | None = Field(None, description="train adapters in place of the weights")
     wrt: list[str] = Field(default_factory=list, description="data inputs whose gradients are wanted too")
     batch_norm: Literal["batch", "frozen"] = Field(
         "batch", description="BatchNormalization in training: batch statistics, or the stored ones"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from ortc.compiler import Pass
 from ortc.passes.boundary import MarkBoundary
 from ortc.passes.forms import ForkEvaluation, InferenceTemplate, TrainingForm
+from ortc.passes.lora import AddAdapters
 from ortc.passes.loss import AttachLoss
 from ortc.passes.optimizer import BuildOptimizer
 from ortc.passes.parameters import ChooseParameters, DecideTraining
@@ -28,6 +29,7 @@ def standard() -> list[Pass]:
         ChooseParameters(),
         Simplify(),
         Decompose(),
+        AddAdapters(),
         AttachLoss(),
         DecideTraining(),
         ForkEvaluation(),

@@ -27,7 +27,7 @@ from ortc.runtime.stage import open_session, read_graph
 LARGEST_FILE = 2**31 - 2**24
 _PAGE = 4096  # so that a runtime can map each weight
 
-_DATA_TYPES = {
+DATA_TYPES = {
     "float32": 1, "uint8": 2, "int8": 3, "uint16": 4, "int16": 5, "int32": 6, "int64": 7, "bool": 9, "float16": 10,
     "float64": 11, "uint32": 12, "uint64": 13, "complex64": 14, "complex128": 15,
 }  # fmt: skip
@@ -37,7 +37,7 @@ _EXTERNAL = 1
 
 
 def export_model(
-    plan: Plan,
+    graph: GraphFile,
     folder: Path,
     parameters: Mapping[str, np.ndarray],
     path: Path,
@@ -48,7 +48,7 @@ def export_model(
     """Write the inference model. The file (and ``<name>.data`` beside it, above 2 GB) appears whole or not at all.
 
     Args:
-        plan: what was compiled.
+        graph: the model without its parameters, as it was compiled.
         folder: the output folder it lies in.
         parameters: parameters and buffers by the model's names; written from where they are.
         path: the ``.onnx`` file to write.
@@ -59,7 +59,7 @@ def export_model(
         OrtcError: the file exists, or cannot be written.
     """
     data = path.with_name(f"{path.name}.data")
-    template = read_graph(folder, plan.export)
+    template = read_graph(folder, graph)
     external = len(template) + sum(a.nbytes for a in parameters.values()) > LARGEST_FILE
     for file in (path, data) if external else (path,):
         if file.exists() and not force:
@@ -97,7 +97,7 @@ def _write_initializer(model: BinaryIO, name: str, array: np.ndarray, weights: B
     """Append ``ModelProto{graph{initializer{…}}}``; the values go into ``weights`` if there is such a file."""
     values = array.reshape(-1).view(np.uint8).data
     tensor = b"".join(_varint(_DIMS << 3) + _varint(size) for size in array.shape)
-    tensor += _varint(_DATA_TYPE << 3) + _varint(_DATA_TYPES[array.dtype.name])
+    tensor += _varint(_DATA_TYPE << 3) + _varint(DATA_TYPES[array.dtype.name])
     tensor += _bytes_field(_NAME, name.encode())
     tail = len(values)
     if weights is None:
@@ -129,13 +129,13 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def exported_loss(plan: Plan, folder: Path, model: Path, batch: Batch, threads: int | None = None) -> float:
+def exported_loss(plan: Plan, folder: Path, model: Path, graph: GraphFile, batch: Batch, threads: int | None = None) -> float:
     """The loss of an exported model: its outputs, computed by ONNX Runtime, through the compiled criterion.
 
     Raises:
         OrtcError: if ONNX Runtime cannot open or run the model.
     """
-    outputs = _run(str(model), f"the exported {model.name}", plan, plan.export, batch, threads)
+    outputs = _run(str(model), f"the exported {model.name}", plan, graph, batch, threads)
     results = _run(read_graph(folder, plan.criterion), plan.criterion.file, plan, plan.criterion, {**batch, **outputs}, threads)
     return float(results[next(key(p) for p in plan.criterion.outputs if p.role == "loss")])
 

@@ -15,6 +15,7 @@ from ortc.errors import DataError, NotFiniteError, OrtcError
 from ortc.plan import Port, Stage, load_plan
 from ortc.recipe import LearningRate
 from ortc.runtime import checkpoint
+from ortc.runtime.adapters import adapter_graph, check_free, merged, write_adapters
 from ortc.runtime.batch import Batch, BatchCheck, synthetic_batch
 from ortc.runtime.checkpoint import Progress
 from ortc.runtime.data import first_batch
@@ -293,8 +294,12 @@ class Trainer:
         self.progress = Progress(self.step_number, self.seed, position, settings or {}, scaling)
         return self._team.each(lambda w: checkpoint.save(self._checkpoints, self.plan, self.progress, w, keep=self.keep))[0]
 
-    def export(self, path: str | Path, data: str | Path | None = None, *, force: bool = False) -> Exported:
+    def export(
+        self, path: str | Path, data: str | Path | None = None, *, force: bool = False, adapters: str | Path | None = None
+    ) -> Exported:
         """Write the original model with the present weights as an inference model, and check it.
+
+        Low-rank adapters are merged into their weights, or go into a file of their own.
 
         The check runs the file in ONNX Runtime and compares its loss on a batch with the evaluation's.
 
@@ -302,9 +307,11 @@ class Trainer:
             path: the ``.onnx`` file; above 2 GB the weights go into ``<name>.data`` beside it.
             data: where to take the batch from, as for a run; None: the last run's files if they are there, else made up.
             force: replace an existing file.
+            adapters: the ``.onnx_adapter`` file for ONNX Runtime's adapter loading. The model then takes the adapters as
+                inputs, zeros by default: without the file it is the model from before the training.
 
         Raises:
-            OrtcError: the file exists or cannot be written, or the losses differ; then no file is left.
+            OrtcError: a file exists or cannot be written, or the losses differ; then no file is left.
         """
         path = Path(path)
         data = data or _still_there(self.progress.settings.get("data"))
@@ -317,7 +324,7 @@ class Trainer:
         losses: list[float] = []
 
         def check(model: Path) -> None:
-            loss = exported_loss(self.plan, self.folder, model, fitted, self._threads)
+            loss = exported_loss(self.plan, self.folder, model, graph, fitted, self._threads)
             losses.append(loss)
             if not np.isclose(loss, expected, rtol=EXPORT_TOLERANCE, atol=1e-7, equal_nan=True):
                 raise OrtcError(
@@ -325,7 +332,18 @@ class Trainer:
                     "written; please report this"
                 )
 
-        export_model(self.plan, self.folder, self._values(), path, force=force, check=check)
+        values, graph, own = self._values(), self.plan.export, {}
+        if adapters is None:
+            values = merged(self.plan.adapters, values)
+        else:
+            graph = adapter_graph(self.plan)
+            own = {p.of or p.name: values[p.of or p.name] for p in graph.inputs if p.role == "parameter"}
+            fitted.update(own)
+            values.update({name: np.zeros_like(array) for name, array in own.items()})
+            check_free(Path(adapters), force)
+        export_model(graph, self.folder, values, path, force=force, check=check)
+        if adapters is not None:
+            write_adapters(Path(adapters), own)
         return Exported(path, self.step_number, losses[0], expected)
 
     def _take_lock(self) -> None:
