@@ -18,6 +18,9 @@ from ortc.recipe import Recipe, describe_location
 
 PLAN_VERSION: Final = 1
 
+# The state's slot that holds a parameter's exponential moving average.
+AVERAGE: Final = "ema"
+
 Role = Literal[
     "data",  # fed by the user, from the batch
     "label",  # fed by the user, read by the loss
@@ -147,6 +150,7 @@ class LossInfo(_Table):
     output: str
     labels: str | None = Field(description="the target's graph input; null for `none`")
     weight: float
+    axis: int | None = Field(None, description="which axis of the output is the classes'")
     classes: int | None = Field(None, description="number of classes; integer targets must lie in [0, classes)")
     ignore_index: int | None = Field(None, description="a target value that is skipped")
     class_weights: list[float] | None = Field(None, description="weights of the classes in the mean")

@@ -47,6 +47,12 @@ class Optimizer(_Table):
     options: dict[str, Any] = Field(default_factory=dict, description="the optimizer's own options, e.g. beta1")
     max_norm: float | None = Field(None, gt=0, description="clip the gradients so that their norm together is at most this")
     max_value: float | None = Field(None, gt=0, description="clip each element of the gradients to ± this, after max_norm")
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="keep an average of the weights, decaying so much a step, which is evaluated and exported",
+    )
     decay_all: bool = Field(False, description="also decay biases and norms (parameters with fewer than two dimensions)")
 
 

@@ -27,7 +27,7 @@ import onnx_ir as ir
 from ortc.compiler import Compilation, Pass, new_graph, of, role, set_role
 from ortc.errors import RecipeError
 from ortc.graph.builder import Builder
-from ortc.plan import ParameterInfo
+from ortc.plan import AVERAGE, ParameterInfo
 from ortc.rules import OPTIMIZERS, Declared, optimizer
 
 _DOUBLE = int(ir.DataType.DOUBLE)
@@ -391,6 +391,8 @@ def _update(
         if c.recipe.optimizer.max_value is not None:
             g = op.Clip(g, -c.recipe.optimizer.max_value, c.recipe.optimizer.max_value)
         updated = declared.function(op, p, g, state, _Scalars(op, scalars.step, lr), **options)
+        if c.recipe.optimizer.ema is not None:
+            _average(op, updated, state, scalars, c.recipe.optimizer.ema)
     updated.name = op.names.fresh(f"{info.name}.new")
     updated.shape = p.shape
     for slot, value in state.new.items():
@@ -398,6 +400,14 @@ def _update(
         value.shape = state.now[slot].shape
         set_role(value, "state", info.name, slot)
     return [set_role(updated, "parameter", info.name), *state.new.values()]
+
+
+def _average(op: Builder, updated: ir.Value, state: _State, scalars: _Scalars, decay: float) -> None:
+    """a += (1-d)·(p - a), and a = p after the first step (as PyTorch's swa_utils.AveragedModel has it)."""
+    with scalars.shared():
+        share = op.where(op.Equal(scalars.step, 1.0), 1, 1 - decay, like=scalars.step)
+    average = state(AVERAGE)
+    state.update(AVERAGE, average + scalars.number(share, updated) * (updated - average))
 
 
 def _options(declared: Declared, c: Compilation, info: ParameterInfo) -> tuple[dict[str, Any], float]:

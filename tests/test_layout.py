@@ -35,6 +35,7 @@ RUNTIME_MAY = {
     "rich",
 }
 RUNTIME_MAY |= {"mpi4py", "ml_dtypes"}  # the transport, when it needs them
+RUNTIME_MAY |= {"tensorboard", "pyarrow"}  # inside functions, where a run asks for them
 GRAPH_MAY = {"ortc.graph", "ortc.errors", "numpy", "onnx", "onnx_ir"}
 PASSES_MAY = {
     *("ortc.passes", "ortc.compiler", "ortc.autodiff", "ortc.rules", "ortc.rewrite", "ortc.graph", "ortc.target"),
