@@ -22,6 +22,7 @@ from ortc.plan import GraphFile, Plan, Port, Stage, dump_plan, fingerprint
 from ortc.recipe import Recipe
 from ortc.rules import import_file, load_declarations
 from ortc.runtime.checkpoint import write_index
+from ortc.snapshots import Snapshots
 from ortc.source import load_model, write_safetensors
 from ortc.target import load_target
 
@@ -29,7 +30,13 @@ STAGE_PHASES = ("train", "forward", "backward", "backward_input", "backward_weig
 _FILES = {"export": "export.template", "adapters": "adapters.template", "criterion": "criterion.onnx"}
 
 
-def compile_graphs(model: ir.Model, recipe: Recipe, rules: Sequence[str | Path] = (), part: Part | None = None) -> Compilation:
+def compile_graphs(
+    model: ir.Model,
+    recipe: Recipe,
+    rules: Sequence[str | Path] = (),
+    part: Part | None = None,
+    save_intermediate: str | Path | None = None,
+) -> Compilation:
     """Run the standard pipeline on a model (which is changed), with the declarations of the user's own files.
 
     Args:
@@ -37,6 +44,7 @@ def compile_graphs(model: ir.Model, recipe: Recipe, rules: Sequence[str | Path] 
         recipe: what to build.
         rules: Python files.
         part: of a stage that is compiled apart, what it must know of the others.
+        save_intermediate: a folder for the graphs after every pass (:mod:`ortc.snapshots`).
 
     Raises:
         OrtcError: for a mistake in the model or the recipe.
@@ -44,7 +52,10 @@ def compile_graphs(model: ir.Model, recipe: Recipe, rules: Sequence[str | Path] 
     from ortc import passes
 
     load_rules(rules)
-    return run_passes(passes.standard(), Compilation(model, recipe, load_target(recipe.target), part))
+    c = Compilation(model, recipe, load_target(recipe.target), part)
+    if save_intermediate is None:
+        return run_passes(passes.standard(), c)
+    return run_passes(passes.standard(), c, Snapshots(Path(save_intermediate)))
 
 
 def load_rules(files: Sequence[str | Path] = ()) -> None:
@@ -74,6 +85,7 @@ def compile(
     recipe: Recipe | None = None,
     *,
     rules: Sequence[str | Path] = (),
+    save_intermediate: str | Path | None = None,
     force: bool = False,
 ) -> Plan:
     """Compile a forward ONNX model into an output folder that the runtime trains with.
@@ -83,6 +95,7 @@ def compile(
         output: the folder to make. It appears whole or not at all.
         recipe: what to build; the defaults without one.
         rules: Python files with the user's own gradient rules and lowerings.
+        save_intermediate: a folder for the graphs after every pass, without their weights.
         force: replace the folder if it exists.
 
     Raises:
@@ -92,7 +105,7 @@ def compile(
     target = Path(output)
     check_output(target, force)
     with paused_gc():
-        compilation = compile_graphs(load_model(model), recipe, rules)
+        compilation = compile_graphs(load_model(model), recipe, rules, None, save_intermediate)
         return write_folder(compilation, Path(model).name, target, force)
 
 
@@ -103,6 +116,7 @@ def compile_stages(
     *,
     connections: Sequence[Connection] = (),
     rules: Sequence[str | Path] = (),
+    save_intermediate: str | Path | None = None,
     force: bool = False,
 ) -> Plan:
     """Compile a model that comes cut in stages, one ONNX file each, in order; see :func:`compile`.
@@ -126,7 +140,7 @@ def compile_stages(
         load_rules(rules)  # joining infers shapes, for which it asks the lowerings
         stages = Stages(models, connections)
         model, warnings = join(stages.models, stages.files)
-        compilation = compile_graphs(model, divided)
+        compilation = compile_graphs(model, divided, (), None, save_intermediate)
         compilation.warnings[:0] = warnings
         return write_folder(compilation, "+".join(Path(m).name for m in models), target, force)
 

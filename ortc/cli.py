@@ -115,6 +115,9 @@ def compile_(
     seed: Annotated[int | None, typer.Option(help="seed of dropout and of the data order")] = None,
     target: TargetName = None,
     rules: Rules = None,
+    save_intermediate: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="write the graphs after every pass, without weights")
+    ] = None,
     force: Force = False,
     write_recipe: Annotated[bool, typer.Option("--write-recipe", help="print the recipe in force as TOML and stop")] = False,
     quiet: Quiet = False,
@@ -145,6 +148,8 @@ def compile_(
         raise RecipeError(
             "--rank and --boundary go together, for one rank's own models; --connect goes with --stage-models, for all of them"
         )
+    if rank is not None and save_intermediate is not None:
+        raise RecipeError("--save-intermediate is for a whole model, not for one rank's")
     if rank is not None and boundary is not None:
         from ortc.boundary import load_boundary
         from ortc.parts import compile_part
@@ -157,11 +162,13 @@ def compile_(
         from ortc.boundary import parse_connections
 
         connections = parse_connections(connect or ())
-        plan = compile_stages(models, output, chosen, connections=connections, rules=rules or (), force=force)
+        plan = compile_stages(
+            models, output, chosen, connections=connections, rules=rules or (), save_intermediate=save_intermediate, force=force
+        )
     elif len(models) > 1:
         raise RecipeError(f"{len(models)} models: give one, or --stage-models if they are the stages of one")
     else:
-        plan = compile(models[0], output, chosen, rules=rules or (), force=force)
+        plan = compile(models[0], output, chosen, rules=rules or (), save_intermediate=save_intermediate, force=force)
     if not quiet:
         print(describe_plan(plan, output))
 
@@ -224,6 +231,8 @@ def run(
     warmup: Annotated[int | None, typer.Option(min=0, help="steps of linear warm-up")] = None,
     seed: Annotated[int | None, typer.Option(help="seed of the data order and dropout; default: the recipe's")] = None,
     drop_last: Annotated[bool, typer.Option("--drop-last", help="drop an epoch's last partial batch")] = False,
+    no_shuffle: Annotated[bool, typer.Option("--no-shuffle", help="take the samples in their stored order")] = False,
+    eval_batch_size: Annotated[int | None, typer.Option(min=1, help="default: --batch-size")] = None,
     threads: Threads = None,
     metrics: Annotated[Path | None, typer.Option(help="JSON-lines file; default: DIR/metrics.jsonl")] = None,
     profile: Annotated[
@@ -276,7 +285,8 @@ def run(
     code = run_training(
         folder, data=data, batch_size=batch_size, steps=steps, epochs=epochs, eval_data=eval_data, eval_every=eval_every,
         save_every=save_every, keep=keep, restore=restore, lr=lr, schedule=schedule, warmup=warmup, seed=seed,
-        drop_last=drop_last, threads=threads, metrics=metrics, profile=profile, metric=metric or (),
+        drop_last=drop_last, shuffle=not no_shuffle, eval_batch_size=eval_batch_size, threads=threads, metrics=metrics,
+        profile=profile, metric=metric or (),
         best=best, patience=patience, tensorboard=tensorboard, histograms=histograms or (), histogram_every=histogram_every,
         fetch=fetch or (), fetch_every=fetch_every, rename=names, providers=ep or (), session_options=session_option or (),
         ort_profile=ort_profile, log_every=log_every, quiet=quiet, json=json,

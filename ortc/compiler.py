@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -81,8 +81,15 @@ class Pass:
         raise NotImplementedError
 
 
-def run_passes(passes: Sequence[Pass], c: Compilation) -> Compilation:
+def run_passes(
+    passes: Sequence[Pass], c: Compilation, seen: Callable[[str, Compilation], None] = lambda name, c: None
+) -> Compilation:
     """Run the passes in order and check the graph after each.
+
+    Args:
+        passes: in order.
+        c: what they work on.
+        seen: called after each pass, with its name.
 
     Raises:
         OrtcError: a mistake in the user's model or recipe, as found by a pass.
@@ -98,6 +105,7 @@ def run_passes(passes: Sequence[Pass], c: Compilation) -> Compilation:
             c.history.append((step.name, before, len(c.graph)))
             for phase, model in c.all_models().items():
                 check_invariants(model, f"pass {step.name} ({phase})")
+            seen(step.name, c)
             done.append(step.name)
     return c
 

@@ -54,6 +54,8 @@ def run(
     warmup: int | None = None,
     seed: int | None = None,
     drop_last: bool = False,
+    shuffle: bool = True,
+    eval_batch_size: int | None = None,
     threads: int | None = None,
     metrics: str | Path | None = None,
     profile: str | Path | None = None,
@@ -88,6 +90,8 @@ def run(
         lr, schedule, warmup: in place of the recipe's.
         seed: of data order and dropout; default: the restored checkpoint's, else the recipe's.
         drop_last: leave out an epoch's last batch if it is smaller.
+        shuffle: whether the samples of an epoch come in an order of their own, or as they are stored.
+        eval_batch_size: samples of a batch in evaluations; default: ``batch_size``.
         metrics: the JSON-lines file; default ``metrics.jsonl`` in the folder.
         profile: where a trace of the last step goes, predicted and measured; the metrics end with what each rank did in it.
         metric: what evaluations find out beside the loss: see :func:`ortc.runtime.evaluation.make_metrics`.
@@ -144,6 +148,8 @@ def run(
             held_out=held_out,
             batch_size=batch_size,
             drop_last=drop_last,
+            shuffle=shuffle,
+            eval_batch_size=eval_batch_size or batch_size,
             epochs=epochs if epochs is not None or steps is not None else 1,
             steps=steps,
             eval_every=eval_every,
@@ -185,6 +191,8 @@ class _Loop:
     held_out: Data | None
     batch_size: int
     drop_last: bool
+    shuffle: bool
+    eval_batch_size: int
     epochs: int | None
     steps: int | None
     eval_every: int | None
@@ -353,6 +361,7 @@ class _Loop:
             "samples": self.data.samples,
             "drop last": self.drop_last,
             "seed": trainer.seed,
+            "shuffle": self.shuffle,
         }
         epoch, batch = before.position
         if batch and any(before.settings.get(k, v) != v for k, v in order.items()):
@@ -377,7 +386,11 @@ class _Loop:
         while True:
             batches = prefetched(
                 self.data.batches(
-                    epoch, seed=self.trainer.seed, batch_size=self.batch_size, drop_last=self.drop_last, start=start
+                    epoch,
+                    seed=self.trainer.seed if self.shuffle else None,
+                    batch_size=self.batch_size,
+                    drop_last=self.drop_last,
+                    start=start,
                 )
             )
             index, ahead = start, next(batches, None)
@@ -396,7 +409,7 @@ class _Loop:
         total = samples = 0.0
         sums: dict[str, np.ndarray] = {}
         with self.trainer.averaged():
-            for batch in data.batches(0, seed=None, batch_size=fixed or self.batch_size, drop_last=fixed is not None):
+            for batch in data.batches(0, seed=None, batch_size=fixed or self.eval_batch_size, drop_last=fixed is not None):
                 result = self.trainer.evaluate(batch)
                 total += result.loss * result.samples
                 samples += result.samples

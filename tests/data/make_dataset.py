@@ -1,4 +1,4 @@
-"""Writes tests/data/dataset with Hugging Face's ``datasets`` (made with 5.2.0): two splits, the points of tests/runtime/tiny.py.
+"""Writes tests/data/dataset with Hugging Face's ``datasets`` (made with 5.2.0): two splits of the points of tiny.py.
 
 It needs nothing else: ``python tests/data/make_dataset.py``.
 """
