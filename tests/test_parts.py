@@ -365,3 +365,31 @@ def test_a_weight_that_a_stage_hands_on(tmp_path):
     assert [s.parameters for s in plan.stages] == [["w"], ["w"]]
     with pytest.raises(ModelError, match=r"a.onnx gives its weight 'w' to a later stage as it is: let each file"):
         describe(Stages(paths))
+
+
+def test_shards_of_a_tied_weight_agree_apart(tmp_path):
+    """ZeRO-1: the same replica updates a tied weight in all its stages, though each dealt its weights out alone."""
+    name = "tied.legacy"
+    paths = surgeon(name, [crossing(name, 0.5)], tmp_path)
+    pipeline = {"micro_batches": 2, "replicas": 2, "zero": 1}
+    fields = {"loss": [{"name": "cross_entropy", "output": INDEX[name]["output"]}], "pipeline": pipeline}
+    compile_stages(paths, tmp_path / "together", recipe(**fields))
+    folder = apart(paths, tmp_path, recipe(**fields))
+    with Trainer(tmp_path / "together") as together, Trainer(folder) as joined:
+        losses = [(together.step(batch_of(name)).loss, joined.step(batch_of(name)).loss) for _ in range(3)]
+    np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-6)
+    assert losses[-1][0] < losses[0][0]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_half_precision_apart(precision, tmp_path):
+    """What the boundary describes stays float32; inside each stage products are half."""
+    paths = [save(tmp_path / "a.onnx", FIRST), save(tmp_path / "b.onnx", SECOND)]
+    chosen = recipe(loss=[{"name": "mse"}], precision={"type": precision})
+    folder = apart(paths, tmp_path, chosen)
+    compile_stages(paths, tmp_path / "exact", recipe(loss=[{"name": "mse"}]))
+    batch = {"x": np.linspace(0, 0.1, 16, dtype=np.float32).reshape(8, 2), "labels": np.ones((8, 2), np.float32)}
+    with Trainer(tmp_path / "exact") as exact, Trainer(folder) as joined:
+        losses = [(exact.step(batch).loss, joined.step(batch).loss) for _ in range(3)]
+    np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-2)
+    assert any(a != b for a, b in losses)
