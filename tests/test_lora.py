@@ -402,3 +402,20 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path):
     assert sorted(index["optimizer"]) == sorted(n for n in index["parameters"] if "lora" in n)
     with Trainer(tmp_path / "s", threads=1) as trainer:
         assert first + [trainer.step(text_batch(i)).loss for i in (2, 3)] == whole
+
+
+@pytest.mark.parametrize("name", ["bert.legacy", "vit.dynamo", "mobilenet.legacy_train", "embeddings.dynamo", "tied.legacy"])
+def test_real_models_begin_with_pytorchs_loss(name: str, tmp_path: Path):
+    """Adapters on every weight that can have one; the loss that PyTorch gave, then a smaller one, then both exports' checks."""
+    ref, info = np.load(MODELS / f"{name}.ref.npz"), json.loads((MODELS / "index.json").read_text())[name]
+    loss = {"name": {"ce": "cross_entropy", "mse": "mse"}[info["loss"]], "output": info.get("output")}
+    table = {"loss": [loss], "lora": {"rank": 2}, "learning_rate": {"base": 0.003}, "target": TARGETS[-1].name}
+    compile(MODELS / f"{name}.onnx", tmp_path / "s", parse_recipe(table))
+    batch = {key[3:]: ref[key] for key in ref if key.startswith("in/")} | {"labels": ref["target"]}
+    with Trainer(tmp_path / "s") as trainer:
+        losses = [trainer.step(batch).loss for _ in range(3)]
+        merged = trainer.export(tmp_path / "merged.onnx")
+        apart = trainer.export(tmp_path / "apart.onnx", adapters=tmp_path / "a.onnx_adapter")
+    assert losses[0] == pytest.approx(float(ref["loss"]), rel=1e-5)
+    assert losses[2] < losses[0]
+    assert merged.loss == pytest.approx(apart.loss, rel=1e-4)
