@@ -259,6 +259,7 @@ def write_stage(c: Compilation, folder: Path, index: int, held: set[str]) -> Sta
         parameters=[p.name for p in c.parameters if p.name in held],
         phases=phases,
         costs=c.costs[index] if c.costs else None,
+        recomputed=c.recomputed.get(index),
     )
 
 

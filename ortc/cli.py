@@ -80,6 +80,16 @@ def compile_(
     clip_value: Annotated[float | None, typer.Option(help="clip every element of the gradients to this size")] = None,
     precision: Annotated[str | None, typer.Option(metavar="fp32|fp16|bf16", help="type of products; weights stay fp32")] = None,
     loss_scale: Annotated[str | None, typer.Option(metavar="none|dynamic|NUMBER", help="default: dynamic for fp16")] = None,
+    recompute: Annotated[
+        str | None,
+        typer.Option(
+            metavar="none|auto|full|LIST",
+            help="what runs again in the backward: layers, gelu, attention, globs over node names",
+        ),
+    ] = None,
+    memory_budget: Annotated[
+        str | None, typer.Option(metavar="4GiB", help="bytes that a rank's tensors may take; recompute sees to it")
+    ] = None,
     stages: Annotated[int | None, typer.Option(min=1, help="parts of the model, for as many pipeline ranks")] = None,
     micro_batches: Annotated[int | None, typer.Option(min=1, help="parts of a batch; gradients add up over them")] = None,
     pipeline: Annotated[
@@ -128,6 +138,7 @@ def compile_(
         recipe, loss=loss, train=train, freeze=freeze, wrt=wrt, batch_norm=batch_norm, lora=lora, optimizer=optimizer,
         lr=lr, schedule=schedule, warmup=warmup, seed=seed, target=target, ema=ema, clip_norm=clip_norm,
         clip_value=clip_value, precision=precision, loss_scale=loss_scale,
+        recompute={"nodes": recompute, "budget": None if memory_budget is None else parse_bytes(memory_budget)},
         pipeline={
             "stages": stages or (len(cut) + 1 if cut else sizes.get("stages")), "schedule": schedule_text,
             "micro_batches": micro_batches or sizes.get("micro_batches"), "ranks": ranks or sizes.get("ranks"),
@@ -466,6 +477,7 @@ def build_recipe(
     clip_value: float | None = None,
     precision: str | None = None,
     loss_scale: str | None = None,
+    recompute: dict[str, Any] | None = None,
     pipeline: dict[str, Any] | None = None,
 ) -> Recipe:
     """A recipe file (or the defaults) with the flags that were given on top.
@@ -489,6 +501,7 @@ def build_recipe(
         (fields["optimizer"], {"ema": ema, "max_norm": clip_norm, "max_value": clip_value}),
         (fields["precision"], {"type": precision}),
         (fields["precision"]["loss_scale"], _loss_scale(loss_scale)),
+        (fields["recompute"], recompute or {}),
         (fields["pipeline"], pipeline or {}),
         (fields, {"wrt": wrt or None, "batch_norm": batch_norm, "seed": seed, "target": target}),
     )
@@ -614,7 +627,7 @@ def _value(text: str) -> Any:
 
 def describe_plan(plan: Plan, output: Path) -> str:
     """What was compiled, in a few lines: what was chosen, and how to choose otherwise."""
-    from ortc.inspection import schedule_name, stage_lines
+    from ortc.inspection import recompute_lines, schedule_name, stage_lines
 
     trained = plan.trainable()
     count = sum(math.prod(p.shape) for p in trained)
@@ -637,6 +650,7 @@ def describe_plan(plan: Plan, output: Path) -> str:
             f"  pipeline    {how}{pipeline.parts} micro-batches, {ranks} ranks (--stages, --micro-batches, --pipeline)"
         )
         lines += stage_lines(plan)
+    lines += recompute_lines(plan)
     inputs = _data_inputs(plan)
     if pipeline.stages > 1:
         where = (f"{name} (stage {', '.join(map(str, stages))})" for name, stages in inputs.items())

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from ortc.boundary import Part
 from ortc.errors import RecipeError
-from ortc.plan import AdapterInfo, LossInfo, ParameterInfo, StageCosts
+from ortc.plan import AdapterInfo, LossInfo, ParameterInfo, Recomputed, StageCosts
 from ortc.recipe import Recipe
 from ortc.target import Target
 
@@ -36,6 +36,7 @@ class Compilation:
     graphs: dict[str, ir.Model] = field(default_factory=dict)
     stages: list[dict[str, ir.Model]] = field(default_factory=list)
     costs: list[StageCosts] = field(default_factory=list)
+    recomputed: dict[int, Recomputed] = field(default_factory=dict)  # by stage
     weights: dict[str, ir.TensorProtocol] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)  # a weight's copy in the file -> the weight
     parameters: list[ParameterInfo] = field(default_factory=list)

@@ -74,6 +74,11 @@ def inspect_folder(folder: Path, timeline: Path | None = None, schedule_file: Pa
         console.print(f"loss: {loss.name} of output {loss.output!r}: {loss.chosen}", markup=False)
     for warning in plan.warnings:
         console.print(f"warning: {warning}", markup=False)
+    for line in recompute_lines(plan):
+        console.print(line.strip(), markup=False)
+    for stage in plan.stages:
+        if stage.recomputed is not None and stage.recomputed.nodes:
+            console.print(f"stage {stage.index} runs again: {', '.join(stage.recomputed.nodes)}", markup=False)
     if len(plan.stages) > 1:
         _print_pipeline(plan, timeline, schedule_file)
 
@@ -132,6 +137,23 @@ def stage_lines(plan: Plan) -> list[str]:
     slowest = max(seconds) * len(seconds) / sum(seconds)
     note = f"predicted, of one micro-batch, the memory of all in flight; the slowest stage takes {slowest:.3f} of the mean"
     return [*columns(rows), f"  {note}"]
+
+
+def recompute_lines(plan: Plan) -> list[str]:
+    """What each stage computes again, and what that is predicted to save and to cost."""
+    lines = []
+    for stage in plan.stages:
+        again = stage.recomputed
+        if again is None:
+            continue
+        where = f"stage {stage.index}: " if len(plan.stages) > 1 else ""
+        peak = f"peak {format_bytes(again.memory_before)} -> {format_bytes(again.memory_after)}"
+        more = again.seconds / again.step_seconds if again.step_seconds else 0.0
+        lines.append(
+            f"  recompute   {where}{again.policy}: {len(again.nodes)} nodes run again, {peak}, {more:+.1%} time, as predicted "
+            "(--recompute, --memory-budget)"
+        )
+    return lines
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -127,6 +127,17 @@ class StageCosts(_Table):
         return self.parameter_bytes + self.gradient_bytes + self.state_bytes + self.stash_bytes + self.boundary_bytes
 
 
+class Recomputed(_Table):
+    """What a stage's backward computes again, and what the compiler predicts of it, for one micro-batch."""
+
+    policy: str
+    nodes: list[str] = Field(description="the nodes of the forward that run again, by the names of their originals")
+    seconds: float = Field(description="how long they take")
+    step_seconds: float = Field(description="forward and backward without them")
+    memory_before: int = Field(description="bytes of the stage's tensors at the peak, without recompute")
+    memory_after: int = Field(description="and with it")
+
+
 class Stage(_Table):
     """What one pipeline rank holds."""
 
@@ -137,6 +148,7 @@ class Stage(_Table):
         "backward_weight), eval, optimizer (with zero, optimizer.0, optimizer.1, … of each replica that updates something)"
     )
     costs: StageCosts | None = Field(None, description="predicted, of several stages")
+    recomputed: Recomputed | None = Field(None, description="where the recipe asks for it")
 
     def optimizer(self, replica: int) -> str:
         """The name of the phase that a replica updates with; it need not be there."""

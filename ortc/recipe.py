@@ -108,6 +108,23 @@ class Precision(_Table):
         return mode if mode != "auto" else "dynamic" if self.type == "fp16" else "none"
 
 
+class Recompute(_Table):
+    """What the backward computes again instead of keeping it from the forward; gradients stay the same, bit for bit."""
+
+    nodes: str = Field(
+        "none",
+        description="none, auto (what is cheap; with a budget the cheapest that fits), full (the least memory), or a list, "
+        "joined by commas, of layers (whole layers that repeat), gelu, attention (scores, softmax, its dropout) and globs over "
+        "node names",
+    )
+    budget: int | None = Field(
+        None,
+        ge=1,
+        description="bytes that the tensors of a rank may take: parameters, gradients, optimizer states, activations at their "
+        "peak; with `none` as with `auto`",
+    )
+
+
 class Pipeline(_Table):
     """How a step is divided: into stages over ranks, and into micro-batches."""
 
@@ -159,6 +176,7 @@ class Recipe(_Table):
     groups: list[Group] = Field(default_factory=list)
     learning_rate: LearningRate = Field(default_factory=LearningRate)
     precision: Precision = Field(default_factory=Precision)
+    recompute: Recompute = Field(default_factory=Recompute)
     pipeline: Pipeline = Field(default_factory=Pipeline)
     seed: int = Field(0, ge=0, lt=2**31, description="seed of dropout, and of the data order in a run")
 

@@ -15,6 +15,7 @@ from ortc.passes.parameters import ChooseParameters, DecideTraining
 from ortc.passes.pipeline import CleanUp, Decompose, Gradients, Lower, Prepare, Simplify, Upgrade
 from ortc.passes.precision import CastToHalf
 from ortc.passes.quantization import PairQuantizers
+from ortc.passes.recompute import Recompute
 from ortc.passes.stages import CutStages, SplitPhases
 
 
@@ -40,5 +41,6 @@ def standard() -> list[Pass]:
         BuildOptimizer(),
         Lower(),
         CleanUp(),
+        Recompute(),
         SplitPhases(),
     ]

@@ -24,8 +24,8 @@ from ortc.runtime.schedule import Schedule, check, in_flight, make_schedule
 _BATCH, _OTHER = 8, 128
 
 # Nodes that only look at a value otherwise: a backward that has what they read runs them again, instead of keeping more.
-_SIZES = frozenset({"Shape", "Size"})
-_VIEWS = frozenset({"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}) | _SIZES
+SIZES = frozenset({"Shape", "Size"})
+VIEWS = frozenset({"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class CutStages(Pass):
     def run(self, c: Compilation) -> None:
         evaluation = c.graphs.pop("eval")
         pipeline = c.recipe.pipeline
-        schedule = _schedule(c)
+        schedule = schedule_of(c)
         if c.part is not None:
             _place_part(c, c.part, evaluation, schedule)
             return
         if pipeline.stages == 1:
             c.stages = [{"train": c.model, "eval": evaluation}]
             return
-        found = assign_stages(c.graph, _options(c, schedule), _sizes(c), state_slots(c))
+        found = assign_stages(c.graph, _options(c, schedule), assumed_sizes(c), state_slots(c))
         places: dict[str, tuple[int, ...]] = {}
         for node, stage in found.stage_of.items():
             places[node.name or ""] = tuple(sorted(found.duplicated.get(node, {stage})))
@@ -58,7 +58,7 @@ class CutStages(Pass):
 
 def _place_part(c: Compilation, part: Part, evaluation: ir.Model, schedule: Schedule) -> None:
     """The model is one stage already; those that are compiled elsewhere stay empty."""
-    row = part_row(c, part, _options(c, schedule), _sizes(c), state_slots(c))
+    row = part_row(c, part, _options(c, schedule), assumed_sizes(c), state_slots(c))
     c.costs = [_costs(row, in_flight(schedule)[part.stage])] * part.boundary.stages
     c.stages = [{} for _ in range(part.boundary.stages)]
     c.stages[part.stage] = {"train": c.model, "eval": evaluation}
@@ -72,7 +72,8 @@ def _place_part(c: Compilation, part: Part, evaluation: ir.Model, schedule: Sche
             set_stages(set_role(_as_wide_output(op, value), "boundary", of=name), readers)
 
 
-def _schedule(c: Compilation) -> Schedule:
+def schedule_of(c: Compilation) -> Schedule:
+    """The recipe's schedule."""
     pipeline = c.recipe.pipeline
     return make_schedule(pipeline.schedule, pipeline.stages, pipeline.parts, pipeline.ranks)
 
@@ -98,7 +99,7 @@ def _options(c: Compilation, schedule: Schedule) -> PartitionOptions:
     )
 
 
-def _sizes(c: Compilation) -> dict[str, int]:
+def assumed_sizes(c: Compilation) -> dict[str, int]:
     """What the cost model takes for the named dimensions of the inputs."""
     sizes: dict[str, int] = {}
     names = set()
@@ -185,13 +186,13 @@ class SplitPhases(Pass):
     """Cuts each stage's training graph into the phases that the schedule runs, and lets gradients add up over micro-batches."""
 
     name = "phases"
-    after = ("clean-up",)
+    after = ("clean-up", "recompute")
 
     def run(self, c: Compilation) -> None:
         pipeline = c.recipe.pipeline
         if not pipeline.divided:
             return
-        apart = any(action.kind == "I" for row in _schedule(c).actions for action in row)
+        apart = any(action.kind == "I" for row in schedule_of(c).actions for action in row)
         for phases in c.stages:
             if "train" not in phases:
                 continue
@@ -217,15 +218,15 @@ def _accumulate(graph: ir.Graph) -> None:
         graph.outputs[index] = added
 
 
-_FORWARD_ROLES = frozenset({"loss", "boundary", "buffer"})
-_OUTPUT_ROLES = _FORWARD_ROLES | {"gradient", "boundary_gradient"}
+FORWARD_ROLES = frozenset({"loss", "boundary", "buffer"})
+_OUTPUT_ROLES = FORWARD_ROLES | {"gradient", "boundary_gradient"}
 
 
 def _split(phases: dict[str, ir.Model], train: ir.Model, *, apart: bool) -> None:
     """Forward and backward, or the backward in two parts: the gradients that other stages wait for, and the weights'."""
     graph = train.graph
-    ahead = [v for v in graph.outputs if role(v) in _FORWARD_ROLES]
-    behind = [v for v in graph.outputs if role(v) not in _FORWARD_ROLES]
+    ahead = [v for v in graph.outputs if role(v) in FORWARD_ROLES]
+    behind = [v for v in graph.outputs if role(v) not in FORWARD_ROLES]
     stash = _stash(graph, ahead, behind) if behind else []
     if behind:
         waited = [v for v in behind if role(v) == "boundary_gradient"]
@@ -249,7 +250,7 @@ def _stash(graph: ir.Graph, ahead: list[ir.Value], behind: list[ir.Value]) -> li
     forward, _ = needed(ahead, set())
     made = {v for node in forward for v in node.outputs}
     for node in graph:  # what the backward alone wants to know of sizes, the forward tells
-        if node.op_type in _SIZES and not node.domain and all(v in made or role(v) == "boundary" for v in read_by(node)):
+        if node.op_type in SIZES and not node.domain and all(v in made or role(v) == "boundary" for v in read_by(node)):
             made.update(node.outputs)
     _, kept = needed(behind, made)
     given = made | {v for v in graph.inputs if role(v) == "boundary"}
@@ -267,7 +268,7 @@ def _stash(graph: ir.Graph, ahead: list[ir.Value], behind: list[ir.Value]) -> li
 
 
 def _at_hand(node: ir.Node, stash: set[ir.Value], made: set[ir.Value]) -> bool:
-    if node.op_type not in _VIEWS or node.domain:
+    if node.op_type not in VIEWS | SIZES or node.domain:
         return False
     return all(v in stash or v not in made or _view_at_hand(v, stash, made) for v in read_by(node))
 

@@ -141,3 +141,22 @@ def test_runs_evaluate_it(tmp_path: Path, batches: list, ortc):
 def test_decays_that_are_none(tmp_path: Path):
     with pytest.raises(RecipeError, match=r"optimizer\.ema"):
         parse_recipe({"optimizer": {"ema": 1.0}})
+
+
+def test_large_weights_are_averaged_in_chunks(tmp_path: Path):
+    text = '<ir_version: 10, opset_import: ["": 17]>\nm (float[n,512] x) => (float[n,1024] y) { y = MatMul (x, w) }'
+    model, random = onnx.parser.parse_model(text), np.random.default_rng(0)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(random.standard_normal((512, 1024)).astype(np.float32), "w"))
+    onnx.save(model, tmp_path / "m.onnx")
+    recipe = {"optimizer": {"ema": 0.8}, "loss": [{"name": "mse"}], "target": TARGETS[-1].name}
+    compile(tmp_path / "m.onnx", tmp_path / "s", parse_recipe(recipe))
+    optimizer = onnx.load(tmp_path / "s" / "stage-0" / "optimizer.onnx")
+    assert "Scan" in {n.op_type for n in optimizer.graph.node}, "large enough for the test"
+    shapes = {"x": (2, 512), "labels": (2, 1024)}
+    made = [{k: random.standard_normal(shape).astype(np.float32) for k, shape in shapes.items()} for _ in range(3)]
+    with Trainer(tmp_path / "s", threads=1) as trainer:
+        expected = followed(trainer, made)
+        found = inside(trainer)
+        plain = trainer.parameters["w"]
+        np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-6, atol=1e-7)
+        assert np.abs(found["w"] - plain).max() > 1e-4

@@ -31,6 +31,7 @@ class Builder:
     def __init__(self, graph: ir.Graph, outer: Builder | None = None) -> None:
         """``outer`` is the builder of the graph around a nested one: names and opsets are the outermost graph's."""
         self.graph = graph
+        self._outer = outer
         self.root: ir.Graph = graph if outer is None else outer.root
         self.opset = self.root.opset_imports[""]
         self.names: Names = Names(taken_names(graph)) if outer is None else outer.names
@@ -315,6 +316,17 @@ class Builder:
         with inner.scope(self._prefix):
             inner._metadata = self._metadata
             yield inner
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """New nodes go to the graph around this nested one, if it is nested."""
+        outer = self._outer or self
+        own = self.graph, self._constants, self._shapes
+        self.graph, self._constants, self._shapes = outer.graph, outer._constants, outer._shapes
+        try:
+            yield
+        finally:
+            self.graph, self._constants, self._shapes = own
 
     def give(self, values: Sequence[ir.Value]) -> None:
         """Make the values outputs of a nested graph; what it does not make itself, or gives already, as a copy."""

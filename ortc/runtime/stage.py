@@ -51,9 +51,37 @@ DEFAULT_ENGINE = Engine()
 
 _DISABLED = ["CommonSubexpressionElimination", "NoopElimination"]
 
+# In training the nodes run in the order that the compiler gave them: ONNX Runtime runs a node that it makes itself after all
+# that could run instead, which keeps whole layers alive.
+_MOVING = ["GatherSliceToSplitFusion", "GatherToSliceFusion", "MatmulTransposeFusion"]
+
+# They round otherwise than the nodes they stand for (or sum in another order), and which nodes they take depends on who reads
+# what lies between: a value that the backward reads in one compilation, and computes again in another, would decide the last
+# bits of a gradient.
+_ROUNDING = [
+    *("TransposeOptimizer", "TransposeOptimizer_CPUExecutionProvider"),
+    *(
+        "MatMulAddFusion",
+        "MatMulScaleFusion",
+        "MatMulActivationFusion",
+        "GemmActivationFusion",
+        "GemmSumFusion",
+        "DivMulFusion",
+    ),
+    *("GeluFusion", "FastGeluFusion", "QuickGeluFusion", "BiasGeluFusion", "BiasSoftmaxFusion", "BiasSoftmaxDropoutFusion"),
+    *("LayerNormFusion", "SimplifiedLayerNormFusion", "SkipLayerNormFusion", "EmbedLayerNormFusion", "AttentionFusion"),
+    *("ConvActivationFusion", "ConvAddActivationFusion", "ConvAddFusion", "ConvMulFusion"),
+]
+
 
 def open_session(
-    model: str | bytes, name: str, target: str, threads: int | None = None, engine: Engine = DEFAULT_ENGINE
+    model: str | bytes,
+    name: str,
+    target: str,
+    threads: int | None = None,
+    engine: Engine = DEFAULT_ENGINE,
+    *,
+    exact: bool = False,
 ) -> onnxruntime.InferenceSession:
     """Open a graph with the options that training needs.
 
@@ -66,6 +94,7 @@ def open_session(
         target: the plan's target.
         threads: of one operator; None for all cores.
         engine: what else the session is opened with.
+        exact: as the graph is written, in its order and to the last bit, with little memory.
 
     Raises:
         OrtcError: if the installed build cannot open it.
@@ -80,10 +109,16 @@ def open_session(
         options.intra_op_num_threads = threads
     if hasattr(ort, "ExecutionOrder"):
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
+    if exact:
+        # A reused buffer is held from its first value to its last, a pattern is memory beside what it replaces: both need more
+        # than the most that is alive at a time.
+        options.enable_mem_reuse = False
+        options.enable_mem_pattern = False
     engine.apply(options, re.sub(r"\W+", "-", name))
     providers = [(provider, dict(given)) for provider, given in engine.providers]
+    disabled = [*_DISABLED, *_MOVING, *_ROUNDING] if exact else _DISABLED
     try:
-        return ort.InferenceSession(model, options, providers=providers, disabled_optimizers=_DISABLED)
+        return ort.InferenceSession(model, options, providers=providers, disabled_optimizers=disabled)
     except Exception as error:
         hint = ""
         if target == "ort-training":
@@ -118,7 +153,7 @@ class Phase:
 
     Args:
         folder, graph: the output folder, and its graph.
-        target, threads, engine: as for :func:`open_session`.
+        target, threads, engine, exact: as for :func:`open_session`.
         fetch: values of the graph that are outputs too, in each run.
 
     Attributes:
@@ -133,10 +168,12 @@ class Phase:
         threads: int | None,
         engine: Engine = DEFAULT_ENGINE,
         fetch: Sequence[str] = (),
+        *,
+        exact: bool,
     ) -> None:
         self.graph = graph
         model = with_outputs(read_graph(folder, graph), fetch)
-        self.session = open_session(model, str(folder / graph.file), target, threads, engine)
+        self.session = open_session(model, str(folder / graph.file), target, threads, engine, exact=exact)
         self.binding = self.session.io_binding()
         self._value = import_onnxruntime().OrtValue.ortvalue_from_numpy
         self.loose = [p for p in graph.inputs if p.role in LOOSE]
@@ -146,15 +183,15 @@ class Phase:
         self._nothing = self._value(np.zeros((), np.float32))
 
     def bind_input(self, port: Port, array: np.ndarray) -> None:
-        """Let the session read the array's memory; it must outlive the binding."""
+        """Let the session read the array's memory, in the port's shape; it must outlive the binding."""
         assert array.flags.c_contiguous  # otherwise ONNX Runtime would read a copy
-        self.binding.bind_ortvalue_input(port.name, self._value(array))
+        self.binding.bind_ortvalue_input(port.name, self._value(_in_shape_of(port, array)))
 
     def bind_output(self, port: Port, array: np.ndarray) -> None:
         """Let the session write into the array's memory."""
         assert array.flags.c_contiguous
         self.bound[port.name] = array
-        self.binding.bind_ortvalue_output(port.name, self._value(array))
+        self.binding.bind_ortvalue_output(port.name, self._value(_in_shape_of(port, array)))
 
     def leave_output(self, port: Port) -> None:
         """Let the session allocate the output in each run."""
@@ -185,6 +222,14 @@ class Phase:
         for port in self._free:
             self.binding.bind_output(port.name, "cpu")
         return list(zip(self._free, values, strict=True))
+
+
+def _in_shape_of(port: Port, array: np.ndarray) -> np.ndarray:
+    """The same memory; an optimizer has a large parameter in rows that are no rows of its own."""
+    shape = [d for d in port.shape or () if isinstance(d, int)]
+    if len(shape) != len(port.shape or ()) or math.prod(shape) != array.size:
+        return array
+    return array.reshape(shape)
 
 
 def _owned(values: Sequence[Any]) -> list[Any]:
@@ -279,7 +324,12 @@ class Stage:
         self.values = {n: values[n] for n in stage.parameters}
         self._optimizer = stage.optimizer(replica)
         state_ports = [p for p in _inputs(stage, self._optimizer) if p.role == "state"]
-        self.states: dict[StateKey, np.ndarray] = {_state_key(p): _zeros(p) for p in state_ports}
+        # Where the optimizer has a parameter in chunks, it has its states so too: in another shape.
+        chunked = {key(p): p.shape for p in _inputs(stage, self._optimizer) if p.role == "parameter"}
+        self.states: dict[StateKey, np.ndarray] = {
+            _state_key(p): _zeros(p).reshape(infos[key(p)].shape if p.shape == chunked[key(p)] else p.shape)  # type: ignore[arg-type]
+            for p in state_ports
+        }
         self.input_gradients: dict[str, dict[int, np.ndarray]] = {}
         self.loss = 0.0
         self.loss_scale = 1.0
@@ -417,7 +467,7 @@ class Stage:
         nodes = nodes_of(read_graph(self.folder, graph))
         outputs = {p.name for p in graph.outputs}
         every = [name for node in nodes for name in node.outputs if name not in outputs]
-        phase = Phase(self.folder, graph, self.plan.target, self.threads, self.engine, every)
+        phase = Phase(self.folder, graph, self.plan.target, self.threads, self.engine, every, exact=True)
         self._bind("train", phase)
         self.begin()
         for part in parts:
@@ -477,7 +527,8 @@ class Stage:
                 outputs = {p.name for p in graph.outputs}
                 made = (v for node in nodes_of(read_graph(self.folder, graph)) for v in node.outputs)
                 fetch = [v for v in made if v in self.fetch and v not in outputs]
-            phase = Phase(self.folder, graph, self.plan.target, self.threads, self.engine, fetch)
+            exact = name in TRAINING
+            phase = Phase(self.folder, graph, self.plan.target, self.threads, self.engine, fetch, exact=exact)
             self._bind(name, phase)
             self._phases[name] = phase
         return self._phases[name]
