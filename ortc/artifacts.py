@@ -22,14 +22,21 @@ from ortc.plan import GraphFile, Plan, Port, Stage, dump_plan, fingerprint
 from ortc.recipe import Recipe
 from ortc.rules import import_file, load_declarations
 from ortc.runtime.checkpoint import write_index
+from ortc.snapshots import Snapshots
 from ortc.source import load_model, write_safetensors
 from ortc.target import load_target
 
 STAGE_PHASES = ("train", "forward", "backward", "backward_input", "backward_weight", "eval", "optimizer")
-_FILES = {"export": "export.template", "criterion": "criterion.onnx"}
+_FILES = {"export": "export.template", "adapters": "adapters.template", "criterion": "criterion.onnx"}
 
 
-def compile_graphs(model: ir.Model, recipe: Recipe, rules: Sequence[str | Path] = (), part: Part | None = None) -> Compilation:
+def compile_graphs(
+    model: ir.Model,
+    recipe: Recipe,
+    rules: Sequence[str | Path] = (),
+    part: Part | None = None,
+    save_intermediate: str | Path | None = None,
+) -> Compilation:
     """Run the standard pipeline on a model (which is changed), with the declarations of the user's own files.
 
     Args:
@@ -37,6 +44,7 @@ def compile_graphs(model: ir.Model, recipe: Recipe, rules: Sequence[str | Path] 
         recipe: what to build.
         rules: Python files.
         part: of a stage that is compiled apart, what it must know of the others.
+        save_intermediate: a folder for the graphs after every pass (:mod:`ortc.snapshots`).
 
     Raises:
         OrtcError: for a mistake in the model or the recipe.
@@ -46,7 +54,10 @@ def compile_graphs(model: ir.Model, recipe: Recipe, rules: Sequence[str | Path] 
     load_rules(rules)
     steps = passes.standard()
     check_switches(steps, recipe)
-    return run_passes(steps, Compilation(model, recipe, load_target(recipe.target), part))
+    c = Compilation(model, recipe, load_target(recipe.target), part)
+    if save_intermediate is None:
+        return run_passes(steps, c)
+    return run_passes(steps, c, seen=Snapshots(Path(save_intermediate)))
 
 
 def load_rules(files: Sequence[str | Path] = ()) -> None:
@@ -76,6 +87,7 @@ def compile(
     recipe: Recipe | None = None,
     *,
     rules: Sequence[str | Path] = (),
+    save_intermediate: str | Path | None = None,
     force: bool = False,
 ) -> Plan:
     """Compile a forward ONNX model into an output folder that the runtime trains with.
@@ -85,6 +97,7 @@ def compile(
         output: the folder to make. It appears whole or not at all.
         recipe: what to build; the defaults without one.
         rules: Python files with the user's own gradient rules and lowerings.
+        save_intermediate: a folder for the graphs after every pass, without their weights.
         force: replace the folder if it exists.
 
     Raises:
@@ -94,7 +107,7 @@ def compile(
     target = Path(output)
     check_output(target, force)
     with paused_gc():
-        compilation = compile_graphs(load_model(model), recipe, rules)
+        compilation = compile_graphs(load_model(model), recipe, rules, None, save_intermediate)
         return write_folder(compilation, Path(model).name, target, force)
 
 
@@ -105,6 +118,7 @@ def compile_stages(
     *,
     connections: Sequence[Connection] = (),
     rules: Sequence[str | Path] = (),
+    save_intermediate: str | Path | None = None,
     force: bool = False,
 ) -> Plan:
     """Compile a model that comes cut in stages, one ONNX file each, in order; see :func:`compile`.
@@ -128,7 +142,7 @@ def compile_stages(
         load_rules(rules)  # joining infers shapes, for which it asks the lowerings
         stages = Stages(models, connections)
         model, warnings = join(stages.models, stages.files)
-        compilation = compile_graphs(model, divided)
+        compilation = compile_graphs(model, divided, (), None, save_intermediate)
         compilation.warnings[:0] = warnings
         return write_folder(compilation, "+".join(Path(m).name for m in models), target, force)
 
@@ -199,8 +213,11 @@ def _put_in_place(aside: Path, target: Path, force: bool) -> None:
 def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
     stages = [write_stage(c, folder, index, held) for index, held in enumerate(_held_by_stage(c))]
     held = {p.name for p in c.parameters}
-    for name in held:
-        c.graphs["export"].graph.initializers.pop(name, None)
+    templates = {name: c.graphs[name] for name in ("export", "adapters") if name in c.graphs}
+    for model in templates.values():
+        for name in held:
+            model.graph.initializers.pop(name, None)
+    written = {name: write_graph(model, folder, _FILES[name], check=False) for name, model in templates.items()}
     plan = Plan(
         ortc_version=__version__,
         model=model_name,
@@ -211,7 +228,9 @@ def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
         parameters=c.parameters,
         losses=c.losses,
         stages=stages,
-        export=write_graph(c.graphs["export"], folder, _FILES["export"], check=False),
+        export=written.pop("export"),
+        adapters=c.adapters,
+        adapter_export=written.get("adapters"),
         criterion=write_graph(c.graphs["criterion"], folder, _FILES["criterion"]),
         rewrites=c.rewrites,
         warnings=c.warnings,

@@ -69,6 +69,10 @@ def compile_(
     freeze: Freeze = None,
     wrt: Wrt = None,
     batch_norm: BatchNorm = None,
+    lora: Annotated[
+        str | None,
+        typer.Option(metavar="rank=8,alpha=16,targets=GLOB", help="train low-rank adapters in place of these weights"),
+    ] = None,
     optimizer: Annotated[
         str | None,
         typer.Option(
@@ -78,6 +82,7 @@ def compile_(
     lr: Annotated[float | None, typer.Option(help="learning rate after the warm-up")] = None,
     schedule: Annotated[str | None, typer.Option(help="constant, linear, cosine or polynomial")] = None,
     warmup: Annotated[int | None, typer.Option(help="steps of linear warm-up")] = None,
+    ema: Annotated[float | None, typer.Option(metavar="DECAY", help="keep a moving average of the weights, e.g. 0.999")] = None,
     clip_norm: Annotated[float | None, typer.Option(help="clip the gradients to this norm, all together")] = None,
     clip_value: Annotated[float | None, typer.Option(help="clip every element of the gradients to this size")] = None,
     precision: Annotated[str | None, typer.Option(metavar="fp32|fp16|bf16", help="type of products; weights stay fp32")] = None,
@@ -134,6 +139,9 @@ def compile_(
     seed: Annotated[int | None, typer.Option(help="seed of dropout and of the data order")] = None,
     target: TargetName = None,
     rules: Rules = None,
+    save_intermediate: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="write the graphs after every pass, without weights")
+    ] = None,
     force: Force = False,
     write_recipe: Annotated[bool, typer.Option("--write-recipe", help="print the recipe in force as TOML and stop")] = False,
     quiet: Quiet = False,
@@ -141,9 +149,9 @@ def compile_(
     """Build the training graphs of a model."""
     schedule_text, sizes = read_pipeline(pipeline) if pipeline is not None else (None, {})
     chosen = build_recipe(
-        recipe, loss=loss, train=train, freeze=freeze, wrt=wrt, batch_norm=batch_norm, optimizer=optimizer, lr=lr,
-        schedule=schedule, warmup=warmup, seed=seed, target=target, clip_norm=clip_norm, clip_value=clip_value,
-        precision=precision, loss_scale=loss_scale, gelu=gelu, without=without, with_=with_,
+        recipe, loss=loss, train=train, freeze=freeze, wrt=wrt, batch_norm=batch_norm, lora=lora, optimizer=optimizer,
+        lr=lr, schedule=schedule, warmup=warmup, seed=seed, target=target, ema=ema, clip_norm=clip_norm,
+        clip_value=clip_value, precision=precision, loss_scale=loss_scale, gelu=gelu, without=without, with_=with_,
         recompute={"nodes": recompute, "budget": None if memory_budget is None else parse_bytes(memory_budget)},
         pipeline={
             "stages": stages or (len(cut) + 1 if cut else sizes.get("stages")), "schedule": schedule_text,
@@ -165,6 +173,8 @@ def compile_(
         raise RecipeError(
             "--rank and --boundary go together, for one rank's own models; --connect goes with --stage-models, for all of them"
         )
+    if rank is not None and save_intermediate is not None:
+        raise RecipeError("--save-intermediate is for a whole model, not for one rank's")
     if rank is not None and boundary is not None:
         from ortc.boundary import load_boundary
         from ortc.parts import compile_part
@@ -177,11 +187,13 @@ def compile_(
         from ortc.boundary import parse_connections
 
         connections = parse_connections(connect or ())
-        plan = compile_stages(models, output, chosen, connections=connections, rules=rules or (), force=force)
+        plan = compile_stages(
+            models, output, chosen, connections=connections, rules=rules or (), save_intermediate=save_intermediate, force=force
+        )
     elif len(models) > 1:
         raise RecipeError(f"{len(models)} models: give one, or --stage-models if they are the stages of one")
     else:
-        plan = compile(models[0], output, chosen, rules=rules or (), force=force)
+        plan = compile(models[0], output, chosen, rules=rules or (), save_intermediate=save_intermediate, force=force)
     if not quiet:
         print(describe_plan(plan, output))
 
@@ -230,7 +242,7 @@ def join(
 @app.command()
 def run(
     folder: Folder,
-    data: Annotated[str, typer.Option(help=".npz, a folder of .npz/.npy, or module:function")],
+    data: Annotated[str, typer.Option(help=".npz, .parquet, a folder of such or .npy, a saved dataset, or module:function")],
     batch_size: Annotated[int, typer.Option(min=1)] = 32,
     steps: Annotated[int | None, typer.Option(min=1, help="train up to this step")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="passes over the data; default: 1")] = None,
@@ -238,27 +250,71 @@ def run(
     eval_every: Annotated[int | None, typer.Option(min=1, help="steps between evaluations; default: each epoch")] = None,
     save_every: Annotated[int | None, typer.Option(min=1, help="steps between checkpoints; default: each epoch")] = None,
     keep: Annotated[int, typer.Option(min=1, help="checkpoints to keep")] = 3,
-    restore: Annotated[str, typer.Option(metavar="latest|PATH|none", help="where to continue from")] = "latest",
+    restore: Annotated[str, typer.Option(metavar="latest|best|PATH|none", help="where to continue from")] = "latest",
     lr: Annotated[float | None, typer.Option(help="learning rate; default: the recipe's")] = None,
     schedule: Annotated[str | None, typer.Option(help="constant, linear, cosine or polynomial")] = None,
     warmup: Annotated[int | None, typer.Option(min=0, help="steps of linear warm-up")] = None,
     seed: Annotated[int | None, typer.Option(help="seed of the data order and dropout; default: the recipe's")] = None,
     drop_last: Annotated[bool, typer.Option("--drop-last", help="drop an epoch's last partial batch")] = False,
+    no_shuffle: Annotated[bool, typer.Option("--no-shuffle", help="take the samples in their stored order")] = False,
+    eval_batch_size: Annotated[int | None, typer.Option(min=1, help="default: --batch-size")] = None,
     threads: Threads = None,
     metrics: Annotated[Path | None, typer.Option(help="JSON-lines file; default: DIR/metrics.jsonl")] = None,
     profile: Annotated[
         Path | None,
         typer.Option(metavar="FILE.json", help="write a Chrome/Perfetto trace of the last step, predicted and measured"),
     ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option("--metric", metavar="NAME|FILE.onnx", help="evaluate accuracy, perplexity, f1, or your own graph"),
+    ] = None,
+    best: Annotated[
+        str | None,
+        typer.Option(metavar="[min:|max:]NAME", help="keep the best checkpoint by this (--restore best)"),
+    ] = None,
+    patience: Annotated[int | None, typer.Option(min=1, help="stop after so many evaluations without a better one")] = None,
+    tensorboard: Annotated[Path | None, typer.Option(metavar="DIR", help="write TensorBoard event files")] = None,
+    histograms: Annotated[
+        list[str] | None, typer.Option("--histograms", metavar="GLOB", help="with histograms and norms of these weights")
+    ] = None,
+    histogram_every: Annotated[int, typer.Option(min=1, help="steps between histograms")] = 100,
+    fetch: Annotated[
+        list[str] | None, typer.Option("--fetch", metavar="NAME", help="write this value of the training graph, DIR/fetched/")
+    ] = None,
+    fetch_every: Annotated[int, typer.Option(min=1, help="steps between fetches")] = 1,
+    rename: Annotated[
+        list[str] | None, typer.Option("--rename", metavar="DATA=INPUT", help="an array of the data is this input")
+    ] = None,
+    ep: Annotated[
+        list[str] | None,
+        typer.Option("--ep", metavar="NAME[:k=v,…]", help="execution providers, the first preferred: cuda,cpu; default: cpu"),
+    ] = None,
+    session_option: Annotated[
+        list[str] | None, typer.Option("--session-option", metavar="KEY=VALUE", help="an option of ONNX Runtime's sessions")
+    ] = None,
+    ort_profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="write ONNX Runtime's own traces, as one for Perfetto"),
+    ] = None,
+    log_every: Annotated[int | None, typer.Option(min=1, help="steps between lines, in place of a progress bar")] = None,
     quiet: Quiet = False,
+    json: Annotated[bool, typer.Option("--json", help="print the lines of the metrics file, and nothing else")] = False,
 ) -> None:
     """Train; continues where it stopped."""
     from ortc.runtime.run import run as run_training
 
+    if quiet and json:
+        raise RecipeError("--quiet and --json exclude each other")
+    names = dict(_named(text, "--rename") for text in rename or ())
+
     code = run_training(
         folder, data=data, batch_size=batch_size, steps=steps, epochs=epochs, eval_data=eval_data, eval_every=eval_every,
         save_every=save_every, keep=keep, restore=restore, lr=lr, schedule=schedule, warmup=warmup, seed=seed,
-        drop_last=drop_last, threads=threads, metrics=metrics, profile=profile, quiet=quiet,
+        drop_last=drop_last, shuffle=not no_shuffle, eval_batch_size=eval_batch_size, threads=threads, metrics=metrics,
+        profile=profile, metric=metric or (),
+        best=best, patience=patience, tensorboard=tensorboard, histograms=histograms or (), histogram_every=histogram_every,
+        fetch=fetch or (), fetch_every=fetch_every, rename=names, providers=ep or (), session_options=session_option or (),
+        ort_profile=ort_profile, log_every=log_every, quiet=quiet, json=json,
     )  # fmt: skip
     raise typer.Exit(code)
 
@@ -268,14 +324,19 @@ def export(
     folder: Folder,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE.onnx")],
     data: Annotated[str | None, typer.Option(help="data to check the export on; default: made up")] = None,
-    restore: Annotated[str, typer.Option(metavar="latest|PATH", help="the checkpoint to export")] = "latest",
+    adapters: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.onnx_adapter", help="write the adapters (--lora) apart; the model takes them as inputs"),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="the weights themselves, not their moving average (--ema)")] = False,
+    restore: Annotated[str, typer.Option(metavar="latest|best|PATH", help="the checkpoint to export")] = "latest",
     force: Force = False,
 ) -> None:
     """Write the original model with the trained weights, as a plain inference model, and check it."""
     from ortc.runtime.trainer import Trainer
 
     with Trainer(folder, restore=restore) as trainer:
-        result = trainer.export(output, data=data, force=force)
+        result = trainer.export(output, data=data, force=force, adapters=adapters, raw=raw)
     print(result)
 
 
@@ -449,12 +510,14 @@ def build_recipe(
     freeze: list[str] | None = None,
     wrt: list[str] | None = None,
     batch_norm: str | None = None,
+    lora: str | None = None,
     optimizer: str | None = None,
     lr: float | None = None,
     schedule: str | None = None,
     warmup: int | None = None,
     seed: int | None = None,
     target: str | None = None,
+    ema: float | None = None,
     clip_norm: float | None = None,
     clip_value: float | None = None,
     precision: str | None = None,
@@ -475,13 +538,15 @@ def build_recipe(
     fields: dict[str, Any] = (load_recipe(path) if path else Recipe()).model_dump()
     if loss:
         fields["loss"] = [parse_loss(text) for text in loss]
+    if lora is not None:
+        fields["lora"] = {**(fields["lora"] or {}), **parse_lora(lora)}
     if optimizer:
         name, options = split_options(optimizer)
         fields["optimizer"] = {**fields["optimizer"], "name": name, "options": options}
     tables = (
         (fields["parameters"], {"train": train or None, "freeze": freeze or None}),
         (fields["learning_rate"], {"base": lr, "schedule": schedule, "warmup": warmup}),
-        (fields["optimizer"], {"max_norm": clip_norm, "max_value": clip_value}),
+        (fields["optimizer"], {"ema": ema, "max_norm": clip_norm, "max_value": clip_value}),
         (fields["precision"], {"type": precision}),
         (fields["precision"]["loss_scale"], _loss_scale(loss_scale)),
         (fields["recompute"], recompute or {}),
@@ -527,6 +592,13 @@ def _pairs(texts: list[str] | None, flag: str) -> dict[str, int] | None:
     return pairs or None
 
 
+def _named(text: str, flag: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name or not value:
+        raise RecipeError(f"{flag}: {text!r} is not NAME=NAME")
+    return name, value
+
+
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -555,6 +627,17 @@ def _loss_scale(text: str | None) -> dict[str, Any]:
         return {"mode": "static", "initial": float(text)}
     except ValueError:
         raise RecipeError(f"--loss-scale: {text!r} is neither none, dynamic nor a number") from None
+
+
+def parse_lora(text: str) -> dict[str, Any]:
+    """``rank=8,alpha=16,targets='*attn*'`` as the recipe's table; several targets as ``targets=[GLOB,GLOB]``."""
+    _, options = split_options(f"lora:{text}") if text else ("", {})
+    if text and not options:
+        raise RecipeError(f"--lora: {text!r} is not KEY=VALUE,…: rank, alpha and targets can be said")
+    targets = options.get("targets")
+    if isinstance(targets, str):
+        options["targets"] = [glob.strip(" '\"") for glob in targets.strip("[]").split(",")]
+    return options
 
 
 def parse_loss(text: str) -> dict[str, Any]:

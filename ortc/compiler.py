@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from ortc.boundary import Part
 from ortc.errors import RecipeError
-from ortc.plan import LossInfo, ParameterInfo, Recomputed, RewriteInfo, StageCosts
+from ortc.plan import AdapterInfo, LossInfo, ParameterInfo, Recomputed, RewriteInfo, StageCosts
 from ortc.recipe import Recipe
 from ortc.target import Target
 
@@ -42,6 +42,7 @@ class Compilation:
     tied: dict[str, str] = field(default_factory=dict)  # a weight's copy in the file -> the weight
     parameters: list[ParameterInfo] = field(default_factory=list)
     constants: list[tuple[str, str]] = field(default_factory=list)  # initialisers that cannot train: (name, why)
+    adapters: list[AdapterInfo] = field(default_factory=list)
     losses: list[LossInfo] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)  # of a part: what the recipe names and another part may have
@@ -94,8 +95,19 @@ class Pass:
         raise NotImplementedError
 
 
-def run_passes(passes: Sequence[Pass], c: Compilation, alone: bool = False) -> Compilation:
-    """Run the passes in order and check the graph after each. ``alone``: without those that they come after in a compilation.
+def run_passes(
+    passes: Sequence[Pass],
+    c: Compilation,
+    alone: bool = False,
+    seen: Callable[[str, Compilation], None] = lambda name, c: None,
+) -> Compilation:
+    """Run the passes in order and check the graph after each.
+
+    Args:
+        passes: in order.
+        c: what they work on.
+        alone: without those that they come after in a compilation.
+        seen: called after each pass, with its name.
 
     Raises:
         OrtcError: a mistake in the user's model or recipe, as found by a pass.
@@ -114,6 +126,7 @@ def run_passes(passes: Sequence[Pass], c: Compilation, alone: bool = False) -> C
             c.history.append((step.name, before, len(c.graph)))
             for phase, model in c.all_models().items():
                 check_invariants(model, f"pass {step.name} ({phase})")
+            seen(step.name, c)
             done.append(step.name)
     return c
 

@@ -18,6 +18,9 @@ from ortc.recipe import Recipe, describe_location
 
 PLAN_VERSION: Final = 1
 
+# The state's slot that holds a parameter's exponential moving average.
+AVERAGE: Final = "ema"
+
 Role = Literal[
     "data",  # fed by the user, from the batch
     "label",  # fed by the user, read by the loss
@@ -87,6 +90,15 @@ class ParameterInfo(_Table):
     copies: list[str] = Field(default_factory=list, description="names in the model of transposed copies, which follow it")
 
 
+class AdapterInfo(_Table):
+    """A low-rank adapter: its weight W counts as W + scale · L·R, L and R as matrices, in any shape."""
+
+    weight: str = Field(description="the parameter beside which it is")
+    left: str = Field(description="the parameter L; its second dimension is the rank")
+    right: str = Field(description="the parameter R; its first dimension is the rank")
+    scale: float
+
+
 class StageCosts(_Table):
     """What the compiler predicts of a stage, for one micro-batch of the sizes that it was told."""
 
@@ -152,6 +164,7 @@ class LossInfo(_Table):
     output: str
     labels: str | None = Field(description="the target's graph input; null for `none`")
     weight: float
+    axis: int | None = Field(None, description="which axis of the output is the classes'")
     classes: int | None = Field(None, description="number of classes; integer targets must lie in [0, classes)")
     ignore_index: int | None = Field(None, description="a target value that is skipped")
     class_weights: list[float] | None = Field(None, description="weights of the classes in the mean")
@@ -183,6 +196,8 @@ class Plan(_Table):
     losses: list[LossInfo]
     stages: list[Stage]
     export: GraphFile = Field(description="the inference model without its parameters; `ortc export` adds them")
+    adapters: list[AdapterInfo] = Field(default_factory=list)
+    adapter_export: GraphFile | None = Field(None, description="with adapters: the inference model that takes them as inputs")
     criterion: GraphFile = Field(description="the loss alone: from the model's outputs and the labels")
     checkpoint: str = Field("checkpoint", description="folder of the checkpoints, step-0 is the initial one")
     rewrites: list[RewriteInfo] = Field(default_factory=list, description="what the fusions did")

@@ -47,6 +47,12 @@ class Optimizer(_Table):
     options: dict[str, Any] = Field(default_factory=dict, description="the optimizer's own options, e.g. beta1")
     max_norm: float | None = Field(None, gt=0, description="clip the gradients so that their norm together is at most this")
     max_value: float | None = Field(None, gt=0, description="clip each element of the gradients to ± this, after max_norm")
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="keep an average of the weights, decaying so much a step, which is evaluated and exported",
+    )
     decay_all: bool = Field(False, description="also decay biases and norms (parameters with fewer than two dimensions)")
 
 
@@ -65,6 +71,16 @@ class Parameters(_Table):
 
     train: list[str] = Field(default_factory=list, description="globs; empty: every weight that can train")
     freeze: list[str] = Field(default_factory=list, description="globs; wins over `train`")
+
+
+class Lora(_Table):
+    """Low-rank adapters (arXiv 2106.09685): they train, the weights beside them do not unless `parameters.train` names them."""
+
+    rank: int = Field(8, ge=1, description="inner size of the factors")
+    alpha: float = Field(16.0, gt=0, description="the factors' product counts alpha / rank times")
+    targets: list[str] = Field(
+        default_factory=lambda: ["*"], min_length=1, description="globs over weights, or over the nodes that read them"
+    )
 
 
 class LossScale(_Table):
@@ -158,6 +174,7 @@ class Recipe(_Table):
     target: str = Field("ort-training", description="the runtime that the artifacts are for")
     loss: list[LossTerm] = Field(default_factory=list, description="empty: chosen from the model's outputs")
     parameters: Parameters = Field(default_factory=Parameters)
+    lora: Lora | None = Field(None, description="train adapters in place of the weights")
     wrt: list[str] = Field(default_factory=list, description="data inputs whose gradients are wanted too")
     batch_norm: Literal["batch", "frozen"] = Field(
         "batch", description="BatchNormalization in training: batch statistics, or the stored ones"

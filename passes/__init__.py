@@ -18,6 +18,7 @@ from ortc.passes.fusion import (
     ScoresOfAttention,
 )
 from ortc.passes.gelu import FuseGelu
+from ortc.passes.lora import AddAdapters
 from ortc.passes.loss import AttachLoss
 from ortc.passes.optimizer import BuildOptimizer
 from ortc.passes.parameters import ChooseParameters, DecideTraining
@@ -44,6 +45,7 @@ def standard() -> list[Pass]:
         Decompose(),
         FuseGelu(),
         FuseLayerNorm(),
+        AddAdapters(),
         AttachLoss(),
         DecideTraining(),
         ForkEvaluation(),

@@ -28,7 +28,7 @@ import onnx_ir as ir
 from ortc.compiler import Compilation, Pass, new_graph, of, role, set_role
 from ortc.errors import RecipeError
 from ortc.graph.builder import Builder
-from ortc.plan import ParameterInfo
+from ortc.plan import AVERAGE, ParameterInfo
 from ortc.rules import OPTIMIZERS, Declared, optimizer
 
 _DOUBLE = int(ir.DataType.DOUBLE)
@@ -440,7 +440,18 @@ def _updated(
         g = g * scalars.number(scalars.gradient_scale, g)
     if c.recipe.optimizer.max_value is not None:
         g = op.Clip(g, -c.recipe.optimizer.max_value, c.recipe.optimizer.max_value)
-    return declared.function(op, p, g, state, replace(own, gradient_scale=None), **options)
+    updated = declared.function(op, p, g, state, replace(own, gradient_scale=None), **options)
+    if c.recipe.optimizer.ema is not None:
+        _average(op, updated, state, scalars, c.recipe.optimizer.ema)
+    return updated
+
+
+def _average(op: Builder, updated: ir.Value, state: _State, scalars: _Scalars, decay: float) -> None:
+    """a += (1-d)·(p - a), and a = p after the first step (as PyTorch's swa_utils.AveragedModel has it)."""
+    with scalars.shared():
+        share = op.where(op.Equal(scalars.step, 1.0), 1, 1 - decay, like=scalars.step)
+    average = state(AVERAGE)
+    state.update(AVERAGE, average + scalars.number(share, updated) * (updated - average))
 
 
 def _in_chunks(
@@ -458,7 +469,7 @@ def _in_chunks(
     pieces = [ir.Value(name=op.names.fresh(f"{v.name}.chunk"), type=v.type, shape=part) for v in (p, g)]
     with op.nested(pieces) as inner:
         inside = _State(inner, pieces[0])
-        updated = _updated(inner, declared, c, info, *pieces, inside, replace(scalars, op=inner))
+        updated = _updated(inner, declared, c, info, pieces[0], pieces[1], inside, replace(scalars, op=inner))
         inner.give([updated, *inside.new.values()])
     states = [state(slot) for slot in inside.now]
     made = [ir.Value(type=p.type, shape=p.shape) for _ in range(1 + len(inside.new))]

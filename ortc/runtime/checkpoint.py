@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortc.errors import CheckpointError
-from ortc.plan import ParameterInfo, Plan
+from ortc.plan import AVERAGE, ParameterInfo, Plan
 from ortc.runtime.messages import tell
 from ortc.runtime.stage import StateKey
 from ortc.runtime.transport import Transport
@@ -95,7 +95,7 @@ def write_index(folder: Path, plan: Plan, file_of: Mapping[str, str] | None = No
 
 
 def save(root: Path, plan: Plan, progress: Progress, worker: Worker, *, keep: int) -> Path:
-    """Write a checkpoint, then delete all but the last ``keep`` and the initial one. All ranks call it together.
+    """Write a checkpoint, then delete all but the last ``keep``, the best and the initial one. All ranks call it together.
 
     Each rank writes what it owns, from where it is; rank 0 the index, last. A checkpoint of the same step is replaced.
 
@@ -124,7 +124,7 @@ def save(root: Path, plan: Plan, progress: Progress, worker: Worker, *, keep: in
         if world.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
     if world.rank == 0:
-        _forget_old(root, keep)
+        _forget_old(root, keep, best_step(progress.settings))
     return target
 
 
@@ -261,10 +261,15 @@ def _replaced(target: Path) -> Path:
     return target.with_name(f".{target.name}.old")
 
 
-def _forget_old(root: Path, keep: int) -> None:
+def _forget_old(root: Path, keep: int, best: int | None) -> None:
     for folder in _latest_first(root)[keep:]:
-        if folder.name != "step-0":
+        if folder.name not in ("step-0", f"step-{best}"):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def best_step(settings: Mapping[str, Any]) -> int | None:
+    """The step of the best checkpoint, as a run noted it in its settings."""
+    return settings["best"]["step"] if settings.get("best") else None
 
 
 def clean_up(root: Path) -> None:
@@ -288,7 +293,7 @@ def restore(root: Path, plan: Plan, which: str | Path, worker: Worker) -> tuple[
     Args:
         root: the folder of the checkpoints.
         plan: whose checkpoint it must be; how it was divided into stages and replicas does not matter.
-        which: ``latest``, ``none`` (the initial one), or the path of one. A damaged latest one is told on stderr and
+        which: ``latest``, ``best``, ``none`` (the initial one), or the path of one. A damaged latest one is told on stderr and
             passed over.
         worker: its parameters, buffers and states are filled; states with zeros where the checkpoint has none.
 
@@ -322,6 +327,8 @@ def _choose(root: Path, plan: Plan, which: str | Path) -> Path:
     """The checkpoint to read, whole and of this model."""
     if str(which) == "none":
         candidates = [root / "step-0"]
+    elif str(which) == "best":
+        candidates = [_best(root)]
     elif str(which) == "latest":
         candidates = _latest_first(root)
         if not candidates:
@@ -340,6 +347,16 @@ def _choose(root: Path, plan: Plan, which: str | Path) -> Path:
             if len(candidates) > 1:
                 tell(f"warning: {error}; the checkpoint before it is taken")
     raise CheckpointError("\n".join(problems))
+
+
+def _best(root: Path) -> Path:
+    for folder in _latest_first(root):
+        with contextlib.suppress(Damaged):
+            step = best_step(read_index(folder)["settings"])
+            if step is None:
+                break
+            return root / f"step-{step}"
+    raise CheckpointError(f"{root} has no best checkpoint: a run keeps one with --eval-data and --best METRIC")
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -404,11 +421,14 @@ def _load(
     _read(folder, [(index["parameters"][name]["file"], name, a, f"{name!r} in {folder}") for name, a in values.items()])
     saved = {(name, slot): entry["file"] for name, slots in index["optimizer"].items() for slot, entry in slots.items()}
     missing = sorted(k for k in states if k not in saved)
-    if saved and missing and not quiet:
-        name, slot = missing[0]
-        tell(f"warning: {folder} lacks {len(missing)} optimizer states, such as {slot!r} of {name!r}; they start at zero")
+    zeroed = [k for k in missing if k[1] != AVERAGE]
+    if saved and zeroed and not quiet:
+        name, slot = zeroed[0]
+        tell(f"warning: {folder} lacks {len(zeroed)} optimizer states, such as {slot!r} of {name!r}; they start at zero")
     for k in missing:
-        if states[k].any():  # zeros that were never written to take no memory
+        if k[1] == AVERAGE:
+            states[k][...] = values[k[0]]
+        elif states[k].any():  # zeros that were never written to take no memory
             states[k][...] = 0
     wanted = [(k, array) for k, array in states.items() if k in saved]
     _read(folder, [(saved[k], "/".join(k), a, f"the state {k[1]!r} of {k[0]!r} in {folder}") for k, a in wanted])
