@@ -109,6 +109,10 @@ def compile_(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="seed of dropout and of the data order")] = None,
     target: TargetName = None,
+    artifacts: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ort", help="also write DIR/ort for ONNX Runtime's own on-device training API (C++, C#, Java, …)"),
+    ] = None,
     rules: Rules = None,
     force: Force = False,
     write_recipe: Annotated[bool, typer.Option("--write-recipe", help="print the recipe in force as TOML and stop")] = False,
@@ -119,7 +123,7 @@ def compile_(
     chosen = build_recipe(
         recipe, loss=loss, train=train, freeze=freeze, wrt=wrt, batch_norm=batch_norm, optimizer=optimizer, lr=lr,
         schedule=schedule, warmup=warmup, seed=seed, target=target, clip_norm=clip_norm, clip_value=clip_value,
-        precision=precision, loss_scale=loss_scale,
+        precision=precision, loss_scale=loss_scale, artifacts=artifacts,
         pipeline={
             "stages": stages or (len(cut) + 1 if cut else sizes.get("stages")), "schedule": schedule_text,
             "micro_batches": micro_batches or sizes.get("micro_batches"), "ranks": ranks or sizes.get("ranks"),
@@ -403,6 +407,7 @@ def build_recipe(
     clip_value: float | None = None,
     precision: str | None = None,
     loss_scale: str | None = None,
+    artifacts: list[str] | None = None,
     pipeline: dict[str, Any] | None = None,
 ) -> Recipe:
     """A recipe file (or the defaults) with the flags that were given on top.
@@ -425,7 +430,10 @@ def build_recipe(
         (fields["precision"], {"type": precision}),
         (fields["precision"]["loss_scale"], _loss_scale(loss_scale)),
         (fields["pipeline"], pipeline or {}),
-        (fields, {"wrt": wrt or None, "batch_norm": batch_norm, "seed": seed, "target": target}),
+        (
+            fields,
+            {"wrt": wrt or None, "batch_norm": batch_norm, "seed": seed, "target": target, "artifacts": artifacts or None},
+        ),
     )
     for table, flags in tables:
         table.update({key: value for key, value in flags.items() if value is not None})

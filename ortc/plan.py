@@ -162,6 +162,7 @@ class Plan(_Table):
     stages: list[Stage]
     export: GraphFile = Field(description="the inference model without its parameters; `ortc export` adds them")
     criterion: GraphFile = Field(description="the loss alone: from the model's outputs and the labels")
+    artifacts: list[File] = Field(default_factory=list, description="files in other layouts, which the runtime does not read")
     checkpoint: str = Field("checkpoint", description="folder of the checkpoints, step-0 is the initial one")
     warnings: list[str] = Field(default_factory=list)
 

@@ -9,6 +9,7 @@ from ortc.compiler import Pass
 from ortc.passes.boundary import MarkBoundary
 from ortc.passes.forms import ForkEvaluation, InferenceTemplate, TrainingForm
 from ortc.passes.loss import AttachLoss
+from ortc.passes.on_device import OnDevice
 from ortc.passes.optimizer import BuildOptimizer
 from ortc.passes.parameters import ChooseParameters, DecideTraining
 from ortc.passes.pipeline import CleanUp, Decompose, Gradients, Lower, Prepare, Simplify, Upgrade
@@ -39,4 +40,5 @@ def standard() -> list[Pass]:
         Lower(),
         CleanUp(),
         SplitPhases(),
+        OnDevice(),
     ]

@@ -200,7 +200,7 @@ def _decay(p, g, t, weight_decay, decoupled):
 
 
 @dataclass
-class _Scalars:
+class Scalars:
     """The shared scalars, as one parameter sees them."""
 
     op: Builder
@@ -217,7 +217,7 @@ class _Scalars:
 
 
 @dataclass
-class _State:
+class State:
     """The states of one parameter, made when they are first read."""
 
     op: Builder
@@ -355,12 +355,12 @@ def checked_optimizer(c: Compilation) -> Declared:
     return declared
 
 
-def _scalars(op: Builder, *, clipped: bool) -> _Scalars:
+def _scalars(op: Builder, *, clipped: bool) -> Scalars:
     step = ir.Value(name=op.names.fresh("step"), type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(()))
     lr = ir.Value(name=op.names.fresh("lr"), type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(()))
     for value, what in ((step, "step"), (lr, "lr")):
         op.graph.inputs.append(set_role(value, "scalar", of=what))
-    scalars = _Scalars(op, step, lr)
+    scalars = Scalars(op, step, lr)
     if clipped:
         factor = ir.Value(name=op.names.fresh("gradient_scale"), type=lr.type, shape=ir.Shape(()))
         op.graph.inputs.append(set_role(factor, "scalar", of="gradient_scale"))
@@ -376,31 +376,45 @@ def _input(op: Builder, name: str, like: ir.Value) -> ir.Value:
 
 
 def _update(
-    op: Builder, declared: Declared, c: Compilation, info: ParameterInfo, source: ir.Value, scalars: _Scalars
+    op: Builder, declared: Declared, c: Compilation, info: ParameterInfo, source: ir.Value, scalars: Scalars
 ) -> list[ir.Value]:
     """Append one parameter's update; returns the outputs."""
     p = set_role(_input(op, info.name, source), "parameter", info.name)
     g = set_role(_input(op, f"{info.name}.grad", source), "gradient", info.name)
-    options, lr_scale = _options(declared, c, info)
-    state = _State(op, p)
+    state = State(op, p)
     with op.scope(info.name, origin=info.name, rule=declared.name, pass_="optimizer"):
-        with scalars.shared():
-            lr = scalars.lr if lr_scale == 1 else scalars.lr * lr_scale
-        if scalars.gradient_scale is not None:
-            g = g * scalars.number(scalars.gradient_scale, g)
-        if c.recipe.optimizer.max_value is not None:
-            g = op.Clip(g, -c.recipe.optimizer.max_value, c.recipe.optimizer.max_value)
-        updated = declared.function(op, p, g, state, _Scalars(op, scalars.step, lr), **options)
-    updated.name = op.names.fresh(f"{info.name}.new")
-    updated.shape = p.shape
+        new = updated(op, declared, c, info, p, g, state, scalars)
+    new.name = op.names.fresh(f"{info.name}.new")
+    new.shape = p.shape
     for slot, value in state.new.items():
         value.name = op.names.fresh(f"{info.name}.{slot}.new")
         value.shape = state.now[slot].shape
         set_role(value, "state", info.name, slot)
-    return [set_role(updated, "parameter", info.name), *state.new.values()]
+    return [set_role(new, "parameter", info.name), *state.new.values()]
 
 
-def _options(declared: Declared, c: Compilation, info: ParameterInfo) -> tuple[dict[str, Any], float]:
+def updated(
+    op: Builder,
+    declared: Declared,
+    c: Compilation,
+    info: ParameterInfo,
+    p: ir.Value,
+    g: ir.Value,
+    state: State,
+    scalars: Scalars,
+) -> ir.Value:
+    """The declared update, from the gradient clipped."""
+    options, lr_scale = options_of(declared, c, info)
+    with scalars.shared():
+        lr = scalars.lr if lr_scale == 1 else scalars.lr * lr_scale
+    if scalars.gradient_scale is not None:
+        g = g * scalars.number(scalars.gradient_scale, g)
+    if c.recipe.optimizer.max_value is not None:
+        g = op.Clip(g, -c.recipe.optimizer.max_value, c.recipe.optimizer.max_value)
+    return declared.function(op, p, g, state, replace(scalars, lr=lr, gradient_scale=None), **options)
+
+
+def options_of(declared: Declared, c: Compilation, info: ParameterInfo) -> tuple[dict[str, Any], float]:
     """The optimizer's options for one parameter, and the factor on its learning rate."""
     options = {**declared.options, **c.recipe.optimizer.options}
     group = c.recipe.groups[info.group] if info.group is not None else None
