@@ -11,9 +11,9 @@ Its runtime goes by names and order (orttraining/training_api, module.cc and opt
   second_order_moments, where the graph has an AdamWOptimizer node), whose tensors are in an order that is not known, and
   which only AdamWOptimizer and SGDOptimizerV2 write in place. Exactly one of these nodes must stand in the outer graph.
 
-So running statistics are parameters that are overwritten, dropout counts its steps in a parameter of its own, and the
-recipe's optimizer is applied to each element of the sequences (SequenceMap); SGDOptimizerV2, with a learning rate of one,
-subtracts the differences.
+So running statistics are parameters that are overwritten, and dropout counts its steps in a parameter of its own. Adam and
+AdamW are the kernel's. Any other optimizer is applied to each element of the sequences (SequenceMap), which takes small
+parameters many times as long; SGDOptimizerV2, with a learning rate of one, subtracts the differences.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ortc.compiler import Compilation, Pass, new_graph, of, role, set_role
 from ortc.errors import RecipeError
 from ortc.graph.builder import Builder
 from ortc.graph.names import all_graphs
-from ortc.passes.optimizer import Scalars, State, checked_optimizer, options_of, updated
+from ortc.passes.optimizer import Scalars, State, checked_optimizer, clipped, options_of, updated
 from ortc.plan import ParameterInfo
 from ortc.rules import Declared
 
@@ -86,7 +86,13 @@ def _check(c: Compilation) -> None:
     for value in c.stages[0]["train"].graph.inputs:
         if role(value) in ("data", "label") and (of(value) == _RESET or of(value).endswith(_RESERVED)):
             raise _refuse(f"takes an input called {of(value)!r} for a gradient of its own: call it otherwise")
+    warned = False
     for node in c.stages[0]["train"].graph:
+        if node.op_type == "QuantizeLinear" and not warned:
+            c.warnings.append(
+                "artifacts: ONNX Runtime's own layout leaves it to the session whether quantised products are integers"
+            )
+            warned = True
         if node.op_type in _NO_OPERATION and any(_is_empty(v) for v in node.inputs):
             raise _refuse(f"cannot hold node {node.name!r}: ONNX Runtime 1.19 reads beyond its empty constant")
 
@@ -202,10 +208,22 @@ def _values(graph: ir.Graph) -> Iterable[ir.Value]:
 # ---- the optimizer ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Kinds:
+    """One of the trained parameters with fewer than two dimensions, and one of the others."""
+
+    vector: ParameterInfo
+    matrix: ParameterInfo
+
+
 def _optimizer(c: Compilation) -> ir.Model:
     """The recipe's optimizer over sequences."""
     declared = checked_optimizer(c)
-    slots = _slots(c, declared)
+    trained = [p for p in c.parameters if p.trainable]
+    slots = _slots(c, declared, trained[0])
+    # Which parameter an element is nobody knows there; but whether it is a matrix or a bias, which the weight decay depends on.
+    few, many = (_alike(c, declared, [p for p in trained if (len(p.shape) < 2) is small]) for small in (True, False))
+    kinds = _Kinds(few or many or trained[0], many or few or trained[0])
     model = new_graph("optimizer", c.target.opset, c.target.ir_version)
     graph, op = model.graph, Builder(model.graph)
     lr = ir.Value(name="learning_rate", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1]))
@@ -220,22 +238,26 @@ def _optimizer(c: Compilation) -> ir.Model:
         scalars = Scalars(op, *double)
         if c.recipe.optimizer.max_norm is not None:
             scalars = replace(scalars, gradient_scale=_clip_factor(op, gradients, c.recipe.optimizer.max_norm))
-    read = [parameters, gradients, *moments[: len(slots)]]
     with op.scope("update", pass_="optimizer", rule=declared.name):
-        changes = _map(op, read, 1 + len(slots), lambda inner, values: _changes(c, declared, inner, scalars, slots, values))
-        _mark(op, step, two=kept == 2)
-        graph.outputs.extend(_subtract(op, step, [(parameters, changes[0]), *zip(moments, changes[1:], strict=False)]))
+        decay = _adam_decay(c, declared, kinds)
+        if decay is not None:
+            graph.outputs.append(_adam(c, declared, op, scalars, lr, step, sequences, *decay))
+        else:
+            read = [parameters, gradients, *moments[: len(slots)]]
+            changes = _map(op, read, 1 + len(slots), lambda inner, v: _changes(c, declared, inner, scalars, slots, v, kinds))
+            _mark(op, step, two=kept == 2)
+            graph.outputs.extend(_subtract(op, step, [(parameters, changes[0]), *zip(moments, changes[1:], strict=False)]))
     return model
 
 
-def _slots(c: Compilation, declared: Declared) -> list[str]:
+def _slots(c: Compilation, declared: Declared, info: ParameterInfo) -> list[str]:
     """The names of the optimizer's states, found by applying it aside."""
     op = Builder(new_graph("aside", c.target.opset, c.target.ir_version).graph)
     step, lr = (ir.Value(name=n, type=ir.TensorType(ir.DataType.DOUBLE), shape=ir.Shape(())) for n in ("step", "lr"))
     p, g = (ir.Value(name=n, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([3, 4])) for n in ("p", "g"))
     state = State(op, p)
     with op.scope("aside"):
-        updated(op, declared, c, c.parameters[0], p, g, state, Scalars(op, step, lr))
+        updated(op, declared, c, info, p, g, state, Scalars(op, step, lr))
     if len(state.now) > 2 or any(v.shape != p.shape for v in state.now.values()):
         raise _refuse(
             f"keeps at most two values for each element of a parameter, optimizer {declared.name} with these options keeps "
@@ -269,26 +291,68 @@ def _clip_factor(op: Builder, gradients: ir.Value, most: float) -> ir.Value:
     return op.Where(op.LessOrEqual(norm, most), op.const(1, like=norm), most / norm)
 
 
-def _changes(
-    c: Compilation, declared: Declared, op: Builder, scalars: Scalars, slots: Sequence[str], values: Sequence[ir.Value]
-) -> list[ir.Value]:
-    """What is subtracted from one parameter and its states.
+def _adam_decay(c: Compilation, declared: Declared, kinds: _Kinds) -> tuple[float, float] | None:
+    """The weight decay of vectors and of matrices, if AdamWOptimizer computes what the recipe says."""
+    (few, few_scale), (many, many_scale) = (options_of(declared, c, info) for info in (kinds.vector, kinds.matrix))
+    decay = few["weight_decay"], many["weight_decay"]
+    if few_scale != 1 or many_scale != 1 or many.get("amsgrad") or declared.name not in ("adam", "adamw"):
+        return None
+    return decay if declared.name == "adamw" or decay == (0, 0) else None
 
-    Which parameter it is nobody knows here; but whether it is a matrix or a bias, which the weight decay depends on.
-    """
-    trained = [p for p in c.parameters if p.trainable]
-    few, many = (_alike(c, declared, [p for p in trained if (len(p.shape) < 2) is small]) for small in (True, False))
-    chosen = few or many
-    assert chosen is not None
-    if few is None or many is None or options_of(declared, c, few) == options_of(declared, c, many):
-        return _apply(c, declared, op, scalars, slots, values, chosen)
+
+def _adam(
+    c: Compilation,
+    declared: Declared,
+    op: Builder,
+    scalars: Scalars,
+    lr: ir.Value,
+    step: ir.Value,
+    sequences: Sequence[ir.Value],
+    few: float,
+    many: float,
+) -> ir.Value:
+    """AdamWOptimizer, after the weight decay where that is not everywhere the same; the flag that it was done."""
+    parameters, gradients, first, second = sequences
+    options, _ = options_of(declared, c, next(p for p in c.parameters if p.trainable))
+    if scalars.gradient_scale is not None or c.recipe.optimizer.max_value is not None:
+        [gradients] = _map(op, [gradients], 1, lambda inner, v: [clipped(inner, c, v[0], replace(scalars, op=inner))])
+    decayed = None
+    if few != many:
+        rates = [op.Cast(scalars.lr * decay, to=int(ir.DataType.FLOAT)) for decay in (many, few)]
+        [changes] = _map(op, [parameters], 1, lambda inner, v: [v[0] * inner.Where(_is_matrix(inner, v[0]), *rates)])
+        [decayed] = _subtract(op, step, [(parameters, changes)])
+    done = ir.Value(type=ir.TensorType(ir.DataType.BOOL))
+    op.node(
+        "AdamWOptimizer", lr, step, parameters, gradients, first, second, decayed, _domain=_MICROSOFT, _outputs=[done],
+        alpha=options["beta1"], beta=options["beta2"], epsilon=options["epsilon"], weight_decay=few if few == many else 0.0,
+        adam_mode=0, correct_bias=1,
+    )  # fmt: skip
+    return op.Reshape(done, [1])
+
+
+def _is_matrix(op: Builder, p: ir.Value) -> ir.Value:
+    return op.Greater(op.Size(op.Shape(p)), 1)
+
+
+def _changes(
+    c: Compilation,
+    declared: Declared,
+    op: Builder,
+    scalars: Scalars,
+    slots: Sequence[str],
+    values: Sequence[ir.Value],
+    kinds: _Kinds,
+) -> list[ir.Value]:
+    """What is subtracted from one parameter and its states."""
+    if options_of(declared, c, kinds.vector) == options_of(declared, c, kinds.matrix):
+        return _apply(c, declared, op, scalars, slots, values, kinds.matrix)
     branches = {}
-    for branch, info in (("then_branch", many), ("else_branch", few)):
+    for branch, info in (("then_branch", kinds.matrix), ("else_branch", kinds.vector)):
         with op.nested([]) as inner:
             inner.give(_apply(c, declared, inner, scalars, slots, values, info))
         branches[branch] = inner.graph
     made = [ir.Value(type=v.type) for v in (values[0], *values[2:])]
-    op.node("If", op.Greater(op.Size(op.Shape(values[0])), 1), _outputs=made, **branches)
+    op.node("If", _is_matrix(op, values[0]), _outputs=made, **branches)
     return made
 
 
@@ -323,10 +387,10 @@ def _mark(op: Builder, step: ir.Value, two: bool) -> None:
     zero = op.const(np.zeros(1, np.float32))
     zeros = _sequence("zeros")
     op.node("SequenceConstruct", zero, _outputs=[zeros])
-    flag = ir.Value(type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([1]))
+    done = ir.Value(type=ir.TensorType(ir.DataType.BOOL))
     operands = (zero, step, zeros, zeros, zeros, zeros) if two else (zero, zeros, zeros)
-    op.node("AdamWOptimizer" if two else "SGDOptimizerV2", *operands, _domain=_MICROSOFT, _outputs=[flag])
-    op.graph.outputs.append(flag)
+    op.node("AdamWOptimizer" if two else "SGDOptimizerV2", *operands, _domain=_MICROSOFT, _outputs=[done])
+    op.graph.outputs.append(op.Reshape(done, [1]))
 
 
 def _subtract(op: Builder, step: ir.Value, pairs: Sequence[tuple[ir.Value, ir.Value]]) -> list[ir.Value]:
@@ -338,7 +402,9 @@ def _subtract(op: Builder, step: ir.Value, pairs: Sequence[tuple[ir.Value, ir.Va
     with op.nested([]) as then, op.nested([]) as otherwise:
         for values, changes in pairs:
             done = ir.Value(type=flag)
-            then.node("SGDOptimizerV2", then.const(np.ones(1, np.float32)), values, changes, _domain=_MICROSOFT, _outputs=[done])
+            then.node(
+                "SGDOptimizerV2", then.const(np.ones(1, np.float32)), values, changes, _domain=_MICROSOFT, _outputs=[done]
+            )
             then.give([then.Reshape(done, [1])])
             otherwise.give([otherwise.const(np.array([False]))])
     made = [ir.Value(type=flag, shape=ir.Shape([1])) for _ in pairs]

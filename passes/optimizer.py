@@ -407,11 +407,17 @@ def updated(
     options, lr_scale = options_of(declared, c, info)
     with scalars.shared():
         lr = scalars.lr if lr_scale == 1 else scalars.lr * lr_scale
+    g = clipped(op, c, g, scalars)
+    return declared.function(op, p, g, state, replace(scalars, lr=lr, gradient_scale=None), **options)
+
+
+def clipped(op: Builder, c: Compilation, g: ir.Value, scalars: Scalars) -> ir.Value:
+    """A gradient, scaled for all gradients' norm and cut off element by element, as the recipe asks."""
     if scalars.gradient_scale is not None:
         g = g * scalars.number(scalars.gradient_scale, g)
     if c.recipe.optimizer.max_value is not None:
         g = op.Clip(g, -c.recipe.optimizer.max_value, c.recipe.optimizer.max_value)
-    return declared.function(op, p, g, state, replace(scalars, lr=lr, gradient_scale=None), **options)
+    return g
 
 
 def options_of(declared: Declared, c: Compilation, info: ParameterInfo) -> tuple[dict[str, Any], float]:

@@ -1,5 +1,5 @@
-"""ONNX Runtime's checkpoint of on-device training: a FlatBuffer (onnxruntime/core/flatbuffers/schema, ort_training_checkpoint.fbs
-and ort.fbs; format version 2, of ONNX Runtime 1.17 to 1.19).
+"""ONNX Runtime's checkpoint of on-device training: a FlatBuffer (ort_training_checkpoint.fbs and ort.fbs in
+onnxruntime/core/flatbuffers/schema; format version 2, of ONNX Runtime 1.17 to 1.19).
 
 ::
 
@@ -9,9 +9,9 @@ and ort.fbs; format version 2, of ONNX Runtime 1.17 to 1.19).
     OptimizerGroup 0 name: string, 1 step: int64, 2 initial_learning_rate: float, 3 states: [ParameterState]
     ParameterState 0 parameter: string, 1 momentums: [Tensor]
 
-A FlatBuffer is made of tables and vectors that point to others by unsigned offsets from the pointer's own place. A table starts
-with the (signed) distance back to its vtable: uint16 numbers, its own size, the table's size, then where in the table each field
-lies, 0 for one that is not there. Everything is little endian, and aligned to its own size.
+A FlatBuffer is made of tables and vectors that point to others by unsigned offsets from the pointer's own place. A table
+starts with the (signed) distance back to its vtable: uint16 numbers, its own size, the table's size, then where in the table
+each field lies, 0 for one that is not there. Everything is little endian, and aligned to its own size.
 """
 
 from __future__ import annotations
@@ -227,7 +227,9 @@ def _read(path: Path, data: memoryview) -> Checkpoint:
     root = _Table(data, 0).table_at(0)
     version = root.number(0, "<i")
     if version != VERSION:
-        raise CheckpointError(f"{path} has version {version} of ONNX Runtime's checkpoints, this ortc reads {VERSION}: save it again")
+        raise CheckpointError(
+            f"{path} has version {version} of ONNX Runtime's checkpoints, this ortc reads {VERSION}: save it again"
+        )
     found = Checkpoint()
     module = root.table(1)
     if module is not None:
