@@ -47,6 +47,12 @@ Connect = Annotated[
         "--connect", metavar="[STAGE:]OUT=[STAGE:]IN", help="an output of one stage is an input of other name in later ones"
     ),
 ]
+Renames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rename", metavar="OLD=NEW", help="names, with * for what stays, e.g. 'module.*=*'; the first that fits wins"
+    ),
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="threads of each session; default: all cores")]
 Force = Annotated[bool, typer.Option("--force", help="replace what is there")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="print errors only")]
@@ -240,6 +246,55 @@ def run(
         drop_last=drop_last, threads=threads, metrics=metrics, profile=profile, quiet=quiet,
     )  # fmt: skip
     raise typer.Exit(code)
+
+
+@app.command("import-weights")
+def import_weights(
+    folder: Folder,
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help=".safetensors, PyTorch's .pt (no code runs), .h5, or ONNX Runtime's checkpoint"),
+    ],
+    rename: Renames = None,
+    transpose: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="the file has these parameters of the model transposed")
+    ] = None,
+    cast: Annotated[bool, typer.Option("--cast", help="convert floats of another precision")] = False,
+    partial: Annotated[bool, typer.Option("--partial", help="leave parameters that the file lacks as they are")] = False,
+    force: Annotated[bool, typer.Option("--force", help="also where a run has saved checkpoints; they stay")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Start from the weights in a file of another tool."""
+    from ortc.runtime.exchange import import_weights
+
+    result = import_weights(
+        folder, file, rename=_renames(rename), transpose=transpose or (), cast=cast, partial=partial, force=force
+    )
+    if not quiet:
+        print(result)
+
+
+@app.command("export-weights")
+def export_weights(
+    folder: Folder,
+    output: Annotated[
+        Path,
+        typer.Option("-o", "--output", metavar="FILE", help=".safetensors, .pt, .h5, or .ckpt for ONNX Runtime's checkpoint"),
+    ],
+    checkpoint: Annotated[str, typer.Option(metavar="latest|PATH|none", help="whose weights")] = "latest",
+    format_: Annotated[
+        str | None, typer.Option("--format", metavar="NAME", help="safetensors, pytorch, hdf5 or ort; default: by the ending")
+    ] = None,
+    rename: Renames = None,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write the weights into a file for another tool, under the model's names."""
+    from ortc.runtime.exchange import export_weights
+
+    source = export_weights(folder, output, which=checkpoint, kind=format_, rename=_renames(rename), force=force)
+    if not quiet:
+        print(f"{output}: weights of {source}")
 
 
 @app.command()
@@ -462,6 +517,16 @@ def read_pipeline(name: str) -> tuple[str, dict[str, int]]:
         raise RecipeError(f"{name}: {error}") from None
 
 
+def _renames(texts: list[str] | None) -> dict[str, str]:
+    """``OLD=NEW``, several times."""
+    rules = dict(text.partition("=")[::2] for text in texts or ())
+    if not all(rules) or any("=" not in text for text in texts or ()):
+        raise RecipeError(
+            f"--rename: {next(t for t in texts or () if not t.partition('=')[0] or '=' not in t)!r} is not OLD=NEW"
+        )
+    return rules
+
+
 def _pairs(texts: list[str] | None, flag: str) -> dict[str, int] | None:
     """``NAME=NUMBER``, several times."""
     pairs: dict[str, int] = {}
@@ -566,6 +631,8 @@ def describe_plan(plan: Plan, output: Path) -> str:
     if pipeline.stages > 1:
         where = (f"{name} (stage {', '.join(map(str, stages))})" for name, stages in inputs.items())
         lines.append(f"  inputs      {', '.join(where)}")
+    if plan.artifacts:
+        lines.append(f"  also        {plan.artifacts[0].file.partition('/')[0]}/ for ONNX Runtime's own on-device training API")
     lines += [f"warning: {text}" for text in plan.warnings]
     lines.append(f"next: ortc run {folder} --data train.npz")
     return "\n".join(lines)

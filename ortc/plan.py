@@ -18,6 +18,9 @@ from ortc.recipe import Recipe, describe_location
 
 PLAN_VERSION: Final = 1
 
+# In ONNX Runtime's on-device layout a frozen parameter of this name counts the runs of a graph with random numbers.
+STEP_COUNTER: Final = "ortc.step"
+
 Role = Literal[
     "data",  # fed by the user, from the batch
     "label",  # fed by the user, read by the loss

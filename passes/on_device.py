@@ -29,11 +29,10 @@ from ortc.errors import RecipeError
 from ortc.graph.builder import Builder
 from ortc.graph.names import all_graphs
 from ortc.passes.optimizer import Scalars, State, checked_optimizer, clipped, options_of, updated
-from ortc.plan import ParameterInfo
+from ortc.plan import STEP_COUNTER, ParameterInfo
 from ortc.rules import Declared
 
 FOLDER = "ort"
-COUNTER = "ortc.step"  # a frozen parameter: how often the training graph ran
 
 _MICROSOFT = "com.microsoft"
 _RESET = "lazy_reset_grad"
@@ -115,16 +114,16 @@ def _count_steps(c: Compilation, model: ir.Model) -> bool:
     if not scalars:
         return False
     op = Builder(graph)
-    counter = ir.Value(name=COUNTER, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(()))
+    counter = ir.Value(name=STEP_COUNTER, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(()))
     with op.scope("steps", before=next(iter(graph)), pass_="on-device"):
         step = op.Add(op.Cast(counter, to=int(ir.DataType.INT64)), 1)
         given = {"step": step, "seed": op.const(c.recipe.seed), "micro_batch": op.const(0)}
         for name, value in scalars.items():
             ir.convenience.replace_all_uses_with(value, given[name])
             graph.inputs.remove(value)
-    graph.inputs.append(set_role(counter, "buffer", of=COUNTER))
+    graph.inputs.append(set_role(counter, "buffer", of=STEP_COUNTER))
     with op.scope("steps", pass_="on-device"):
-        graph.outputs.append(set_role(op.Cast(step, to=int(ir.DataType.FLOAT)), "buffer", of=COUNTER))
+        graph.outputs.append(set_role(op.Cast(step, to=int(ir.DataType.FLOAT)), "buffer", of=STEP_COUNTER))
     return True
 
 
@@ -171,7 +170,7 @@ def _arrange_inputs(c: Compilation, graph: ir.Graph, counted: bool) -> dict[str,
     """The user's inputs, then all parameters in the order of the checkpoint, also those that nothing reads."""
     there = {of(v): v for v in graph.inputs if role(v) in ("parameter", "buffer")}
     held = [(p.name, p.dtype, p.shape, p.role) for p in c.parameters]
-    held += [(COUNTER, "float32", [], "buffer")] if counted else []
+    held += [(STEP_COUNTER, "float32", [], "buffer")] if counted else []
     for name, dtype, shape, what in held:
         if name not in there:
             kind = ir.TensorType(ir.DataType[_ONNX_NAMES.get(dtype, dtype).upper()])
