@@ -1,4 +1,4 @@
-"""PyTorch's files of tensors (``torch.save``, since PyTorch 1.6), read and written without PyTorch and without running a pickle.
+"""PyTorch's files of tensors (``torch.save``, since 1.6), read and written without PyTorch and without running a pickle.
 
 Such a file is a zip archive without compression: ``<name>/data.pkl``, a pickle of nested dictionaries, in which each tensor is
 a call of ``torch._utils._rebuild_tensor_v2(storage, offset, size, stride, …)``, and ``<name>/data/<key>``, the bytes of each

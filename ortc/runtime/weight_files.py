@@ -97,13 +97,13 @@ def open_weights(path: Path) -> Iterator[WeightFile]:
             yield found
     elif head.startswith(b"\x80"):
         raise CheckpointError(
-            f"{path} is a bare pickle, which is not read (it may run code): save the state_dict with PyTorch 1.6 or later, or as "
-            ".safetensors"
+            f"{path} is a bare pickle, which is not read (it may run code): save the state_dict with PyTorch 1.6 or later, "
+            "or as .safetensors"
         )
     else:
         raise CheckpointError(
-            f"{path} is cut off, or none of what is read: a .safetensors file, a state_dict of PyTorch, HDF5, or a checkpoint of "
-            "ONNX Runtime's on-device training"
+            f"{path} is cut off, or none of what is read: a .safetensors file, a state_dict of PyTorch, HDF5, or a checkpoint "
+            "of ONNX Runtime's on-device training"
         )
 
 
