@@ -16,6 +16,7 @@ each field lies, 0 for one that is not there. Everything is little endian, and a
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ TYPES = {
     "float32": 1, "uint8": 2, "int8": 3, "uint16": 4, "int16": 5, "int32": 6, "int64": 7, "bool": 9, "float16": 10,
     "float64": 11, "uint32": 12, "uint64": 13, "bfloat16": 16,
 }  # fmt: skip
+_MOST_DIMENSIONS = 32
 _NAMES = {number: name for name, number in TYPES.items()}
 
 
@@ -181,9 +183,7 @@ def _string(text: str) -> _Block:
 
 
 def _tensor(t: Source) -> _Block:
-    size = numpy_type(t.dtype, t.name).itemsize
-    for d in t.shape:
-        size *= d
+    size = numpy_type(t.dtype, t.name).itemsize * math.prod(t.shape)
     # Their number lies before the dimensions, which are aligned to eight bytes.
     dims = struct.pack(f"<I{len(t.shape)}q", len(t.shape), *t.shape)
     shape = _Block(len(dims), lambda file, _: file.write(dims), align=8, phase=4)
@@ -252,11 +252,8 @@ def _tensors(path: Path, tables: Sequence[_Table]) -> dict[str, np.ndarray]:
         if number not in _NAMES:
             raise CheckpointError(f"{path}: {name!r} has the element type {number} of ONNX, which is not supported")
         dtype, shape, raw = numpy_type(_NAMES[number], name), table.vector(2, "<q"), table.bytes(4)
-        size = dtype.itemsize
-        for d in shape:
-            size *= d
-        if min(shape, default=0) < 0 or size != len(raw):
-            raise CheckpointError(f"{path} is damaged: {name!r} has {len(raw)} bytes, {dtype} {shape} needs {size}")
+        if len(shape) > _MOST_DIMENSIONS or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(raw):
+            raise CheckpointError(f"{path} is damaged: the {len(raw)} bytes of {name!r} are not what its type and shape need")
         found[name] = np.frombuffer(raw, dtype).reshape(shape)
     return found
 
