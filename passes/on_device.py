@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -345,7 +346,7 @@ def _changes(
     """What is subtracted from one parameter and its states."""
     if options_of(declared, c, kinds.vector) == options_of(declared, c, kinds.matrix):
         return _apply(c, declared, op, scalars, slots, values, kinds.matrix)
-    branches = {}
+    branches: dict[str, Any] = {}
     for branch, info in (("then_branch", kinds.matrix), ("else_branch", kinds.vector)):
         with op.nested([]) as inner:
             inner.give(_apply(c, declared, inner, scalars, slots, values, info))

@@ -216,16 +216,17 @@ def _matched(
     problems: list[str] = []
     wanted: dict[str, tuple[Stored, bool]] = {}
     for p in plan.parameters:
-        name = next((n for n in (p.name, *p.copies) if n in by_name), None)
-        if name is None:
+        there = [n for n in (p.name, *p.copies) if n in by_name]
+        if not there:
             result.missing.append(p.name)
             continue
-        stored = found.tensors[by_name[name]]
-        turned = (name != p.name) != any(fnmatch.fnmatchcase(p.name, glob) for glob in transpose)
+        name = by_name[there[0]]
+        stored = found.tensors[name]
+        turned = (there[0] != p.name) != any(fnmatch.fnmatchcase(p.name, glob) for glob in transpose)
         problem = _misfit(p, stored, turned, cast)
         if problem:
             problems.append(f"  {p.name!r} {problem}")
-        result.taken[p.name] = by_name[name]
+        result.taken[p.name] = name
         wanted[p.name] = stored, turned
     copies = {copy for p in plan.parameters for copy in p.copies}
     used = {*result.taken.values(), *(by_name[n] for n in copies if n in by_name)}

@@ -12,7 +12,7 @@ import math
 import pickletools
 import struct
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -194,7 +194,8 @@ def _interpret(data: bytes) -> Any:
         del stack[at:]
         return items
 
-    for opcode, argument, _position in pickletools.genops(data):
+    opcodes: Iterator[tuple[Any, Any, Any]] = pickletools.genops(data)
+    for opcode, argument, _ in opcodes:
         name = opcode.name
         if name in ("PROTO", "FRAME"):
             continue
@@ -279,8 +280,7 @@ def write_file(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
         for name, data in members.items():
             archive.writestr(zipfile.ZipInfo(f"archive/{name}"), data)
         for i, array in enumerate(arrays.values()):
-            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-            archive.writestr(zipfile.ZipInfo(f"archive/data/{i}"), data)
+            archive.writestr(zipfile.ZipInfo(f"archive/data/{i}"), array.tobytes())
 
 
 def _call_of_tensor(key: str, kind: str, array: np.ndarray, ordered: bytes) -> bytes:
