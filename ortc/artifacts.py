@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
@@ -18,10 +19,11 @@ from ortc.boundary import Connection, Part, stage_prefix
 from ortc.compiler import OF, SLOT, Compilation, check_switches, of, paused_gc, role, run_passes, stages_of
 from ortc.errors import ModelError, OrtcError, RecipeError
 from ortc.graph.shapes import dims, type_name
-from ortc.plan import GraphFile, Plan, Port, Stage, dump_plan, fingerprint
+from ortc.plan import File, GraphFile, Plan, Port, Stage, dump_plan, fingerprint
 from ortc.recipe import Recipe
 from ortc.rules import import_file, load_declarations
-from ortc.runtime.checkpoint import write_index
+from ortc.runtime.checkpoint import file_hash, write_index
+from ortc.runtime.ort_checkpoint import Source, source, write_checkpoint
 from ortc.snapshots import Snapshots
 from ortc.source import load_model, write_safetensors
 from ortc.target import load_target
@@ -212,6 +214,7 @@ def _put_in_place(aside: Path, target: Path, force: bool) -> None:
 
 def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
     stages = [write_stage(c, folder, index, held) for index, held in enumerate(_held_by_stage(c))]
+    others = write_on_device(c, folder)
     held = {p.name for p in c.parameters}
     templates = {name: c.graphs[name] for name in ("export", "adapters") if name in c.graphs}
     for model in templates.values():
@@ -233,6 +236,7 @@ def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
         adapter_export=written.get("adapters"),
         criterion=write_graph(c.graphs["criterion"], folder, _FILES["criterion"]),
         rewrites=c.rewrites,
+        artifacts=others,
         warnings=c.warnings,
     )
     checkpoint = folder / plan.checkpoint / "step-0"
@@ -242,6 +246,26 @@ def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
     write_index(checkpoint, plan)
     write_file(folder / "plan.json", dump_plan(plan).encode())
     return plan
+
+
+def write_on_device(c: Compilation, folder: Path) -> list[File]:
+    """The graphs of ONNX Runtime's own layout and the checkpoint beside them, if the passes made any."""
+    graphs = {name: model for name, model in c.graphs.items() if name.endswith(".onnx")}
+    if not graphs:
+        return []
+    root = folder / next(iter(graphs)).partition("/")[0]
+    root.mkdir()
+    written = [write_graph(model, folder, name) for name, model in graphs.items()]
+    inputs = next(iter(graphs.values())).graph.inputs
+    sources = {p.name: Source(p.name, p.dtype, p.shape, c.weights[p.name].tofile) for p in c.parameters}  # type: ignore[attr-defined]
+    held = [v for v in inputs if role(v) in ("parameter", "buffer")]
+    counters = [source(of(v), np.zeros(v.shape.numpy(), v.dtype.numpy())) for v in held if of(v) not in sources]  # type: ignore[union-attr]
+    trained = [p.name for p in c.parameters if p.trainable]
+    frozen = [s for name, s in sources.items() if name not in trained]
+    path = root / "checkpoint"
+    write_checkpoint(path, [sources[name] for name in trained], [*frozen, *counters])
+    checkpoint = File(file=path.relative_to(folder).as_posix(), sha256=file_hash(path))
+    return [*(File(file=g.file, sha256=g.sha256) for g in written), checkpoint]
 
 
 def _held_by_stage(c: Compilation) -> list[set[str]]:

@@ -54,6 +54,12 @@ Connect = Annotated[
         "--connect", metavar="[STAGE:]OUT=[STAGE:]IN", help="an output of one stage is an input of other name in later ones"
     ),
 ]
+Renames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rename", metavar="OLD=NEW", help="names, with * for what stays, e.g. 'module.*=*'; the first that fits wins"
+    ),
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="threads of each session; default: all cores")]
 Force = Annotated[bool, typer.Option("--force", help="replace what is there")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="print errors only")]
@@ -138,6 +144,10 @@ def compile_(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="seed of dropout and of the data order")] = None,
     target: TargetName = None,
+    artifacts: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ort", help="also write DIR/ort for ONNX Runtime's own on-device training API (C++, C#, Java, …)"),
+    ] = None,
     rules: Rules = None,
     save_intermediate: Annotated[
         Path | None, typer.Option(metavar="DIR", help="write the graphs after every pass, without weights")
@@ -153,6 +163,7 @@ def compile_(
         lr=lr, schedule=schedule, warmup=warmup, seed=seed, target=target, ema=ema, clip_norm=clip_norm,
         clip_value=clip_value, precision=precision, loss_scale=loss_scale, gelu=gelu, without=without, with_=with_,
         recompute={"nodes": recompute, "budget": None if memory_budget is None else parse_bytes(memory_budget)},
+        artifacts=artifacts,
         pipeline={
             "stages": stages or (len(cut) + 1 if cut else sizes.get("stages")), "schedule": schedule_text,
             "micro_batches": micro_batches or sizes.get("micro_batches"), "ranks": ranks or sizes.get("ranks"),
@@ -317,6 +328,55 @@ def run(
         ort_profile=ort_profile, log_every=log_every, quiet=quiet, json=json,
     )  # fmt: skip
     raise typer.Exit(code)
+
+
+@app.command("import-weights")
+def import_weights(
+    folder: Folder,
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help=".safetensors, PyTorch's .pt (no code runs), .h5, or ONNX Runtime's checkpoint"),
+    ],
+    rename: Renames = None,
+    transpose: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="the file has these parameters of the model transposed")
+    ] = None,
+    cast: Annotated[bool, typer.Option("--cast", help="convert floats of another precision")] = False,
+    partial: Annotated[bool, typer.Option("--partial", help="leave parameters that the file lacks as they are")] = False,
+    force: Annotated[bool, typer.Option("--force", help="also where a run has saved checkpoints; they stay")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Start from the weights in a file of another tool."""
+    from ortc.runtime.exchange import import_weights
+
+    result = import_weights(
+        folder, file, rename=_renames(rename), transpose=transpose or (), cast=cast, partial=partial, force=force
+    )
+    if not quiet:
+        print(result)
+
+
+@app.command("export-weights")
+def export_weights(
+    folder: Folder,
+    output: Annotated[
+        Path,
+        typer.Option("-o", "--output", metavar="FILE", help=".safetensors, .pt, .h5, or .ckpt for ONNX Runtime's checkpoint"),
+    ],
+    checkpoint: Annotated[str, typer.Option(metavar="latest|PATH|none", help="whose weights")] = "latest",
+    format_: Annotated[
+        str | None, typer.Option("--format", metavar="NAME", help="safetensors, pytorch, hdf5 or ort; default: by the ending")
+    ] = None,
+    rename: Renames = None,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write the weights into a file for another tool, under the model's names."""
+    from ortc.runtime.exchange import export_weights
+
+    source = export_weights(folder, output, which=checkpoint, kind=format_, rename=_renames(rename), force=force)
+    if not quiet:
+        print(f"{output}: weights of {source}")
 
 
 @app.command()
@@ -526,6 +586,7 @@ def build_recipe(
     gelu: str | None = None,
     without: list[str] | None = None,
     with_: list[str] | None = None,
+    artifacts: list[str] | None = None,
     pipeline: dict[str, Any] | None = None,
 ) -> Recipe:
     """A recipe file (or the defaults) with the flags that were given on top.
@@ -552,6 +613,7 @@ def build_recipe(
         (fields["recompute"], recompute or {}),
         (fields["pipeline"], pipeline or {}),
         (fields, {"wrt": wrt or None, "batch_norm": batch_norm, "seed": seed, "target": target, "gelu": gelu}),
+        (fields, {"artifacts": artifacts or None}),
         (fields["passes"], {"off": without or None, "on": with_ or None}),
     )
     for table, flags in tables:
@@ -579,6 +641,16 @@ def read_pipeline(name: str) -> tuple[str, dict[str, int]]:
         return text, size_of(text)
     except RecipeError as error:
         raise RecipeError(f"{name}: {error}") from None
+
+
+def _renames(texts: list[str] | None) -> dict[str, str]:
+    """``OLD=NEW``, several times."""
+    rules = dict(text.partition("=")[::2] for text in texts or ())
+    if not all(rules) or any("=" not in text for text in texts or ()):
+        raise RecipeError(
+            f"--rename: {next(t for t in texts or () if not t.partition('=')[0] or '=' not in t)!r} is not OLD=NEW"
+        )
+    return rules
 
 
 def _pairs(texts: list[str] | None, flag: str) -> dict[str, int] | None:
@@ -705,6 +777,8 @@ def describe_plan(plan: Plan, output: Path) -> str:
     if pipeline.stages > 1:
         where = (f"{name} (stage {', '.join(map(str, stages))})" for name, stages in inputs.items())
         lines.append(f"  inputs      {', '.join(where)}")
+    if plan.artifacts:
+        lines.append(f"  also        {plan.artifacts[0].file.partition('/')[0]}/ for ONNX Runtime's own on-device training API")
     lines += [f"warning: {text}" for text in plan.warnings]
     lines.append(f"next: ortc run {folder} --data train.npz")
     return "\n".join(lines)

@@ -20,6 +20,8 @@ PLAN_VERSION: Final = 1
 
 # The state's slot that holds a parameter's exponential moving average.
 AVERAGE: Final = "ema"
+# In ONNX Runtime's on-device layout a frozen parameter of this name counts the runs of a graph with random numbers.
+STEP_COUNTER: Final = "ortc.step"
 
 Role = Literal[
     "data",  # fed by the user, from the batch
@@ -199,6 +201,7 @@ class Plan(_Table):
     adapters: list[AdapterInfo] = Field(default_factory=list)
     adapter_export: GraphFile | None = Field(None, description="with adapters: the inference model that takes them as inputs")
     criterion: GraphFile = Field(description="the loss alone: from the model's outputs and the labels")
+    artifacts: list[File] = Field(default_factory=list, description="files in other layouts, which the runtime does not read")
     checkpoint: str = Field("checkpoint", description="folder of the checkpoints, step-0 is the initial one")
     rewrites: list[RewriteInfo] = Field(default_factory=list, description="what the fusions did")
     warnings: list[str] = Field(default_factory=list)

@@ -189,6 +189,10 @@ class Recipe(_Table):
     precision: Precision = Field(default_factory=Precision)
     recompute: Recompute = Field(default_factory=Recompute)
     pipeline: Pipeline = Field(default_factory=Pipeline)
+    artifacts: list[Literal["ort"]] = Field(
+        default_factory=list,
+        description="other layouts to write as well: ort, ONNX Runtime's own for its on-device training API",
+    )
     seed: int = Field(0, ge=0, lt=2**31, description="seed of dropout, and of the data order in a run")
 
 

@@ -20,6 +20,7 @@ from ortc.passes.fusion import (
 from ortc.passes.gelu import FuseGelu
 from ortc.passes.lora import AddAdapters
 from ortc.passes.loss import AttachLoss
+from ortc.passes.on_device import OnDevice
 from ortc.passes.optimizer import BuildOptimizer
 from ortc.passes.parameters import ChooseParameters, DecideTraining
 from ortc.passes.pipeline import CleanUp, Decompose, Gradients, Lower, Prepare, Simplify, Upgrade
@@ -64,4 +65,5 @@ def standard() -> list[Pass]:
         CleanUp(),
         Recompute(),
         SplitPhases(),
+        OnDevice(),
     ]

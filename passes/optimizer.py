@@ -205,7 +205,7 @@ def _decay(p, g, t, weight_decay, decoupled):
 
 
 @dataclass
-class _Scalars:
+class Scalars:
     """The shared scalars, as one parameter sees them."""
 
     op: Builder
@@ -228,7 +228,7 @@ class _Scalars:
 
 
 @dataclass
-class _State:
+class State:
     """The states of one parameter, made when they are first read."""
 
     op: Builder
@@ -372,12 +372,12 @@ def checked_optimizer(c: Compilation) -> Declared:
     return declared
 
 
-def _scalars(op: Builder, *, clipped: bool) -> _Scalars:
+def _scalars(op: Builder, *, clipped: bool) -> Scalars:
     step = ir.Value(name=op.names.fresh("step"), type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(()))
     lr = ir.Value(name=op.names.fresh("lr"), type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(()))
     for value, what in ((step, "step"), (lr, "lr")):
         op.graph.inputs.append(set_role(value, "scalar", of=what))
-    scalars = _Scalars(op, step, lr)
+    scalars = Scalars(op, step, lr)
     if clipped:
         factor = ir.Value(name=op.names.fresh("gradient_scale"), type=lr.type, shape=ir.Shape(()))
         op.graph.inputs.append(set_role(factor, "scalar", of="gradient_scale"))
@@ -398,7 +398,7 @@ def _update(
     c: Compilation,
     info: ParameterInfo,
     source: ir.Value,
-    scalars: _Scalars,
+    scalars: Scalars,
     chunked: bool,
 ) -> list[ir.Value]:
     """Append one parameter's update; returns the outputs."""
@@ -407,46 +407,52 @@ def _update(
         source = ir.Value(type=source.type, shape=ir.Shape([math.prod(info.shape) // chunk, chunk]))
     p = set_role(_input(op, info.name, source), "parameter", info.name)
     g = set_role(_input(op, f"{info.name}.grad", source), "gradient", info.name)
+    state = State(op, p)
     with op.scope(info.name, origin=info.name, rule=declared.name, pass_="optimizer"):
-        state = _State(op, p)
-        update = _updated if chunk is None else _in_chunks
-        updated = update(op, declared, c, info, p, g, state, scalars)
-    updated.name = op.names.fresh(f"{info.name}.new")
-    updated.shape = p.shape
+        update = updated if chunk is None else _in_chunks
+        new = update(op, declared, c, info, p, g, state, scalars)
+    new.name = op.names.fresh(f"{info.name}.new")
+    new.shape = p.shape
     for slot, value in state.new.items():
         value.name = op.names.fresh(f"{info.name}.{slot}.new")
         value.shape = state.now[slot].shape
         set_role(value, "state", info.name, slot)
-    return [set_role(updated, "parameter", info.name), *state.new.values()]
+    return [set_role(new, "parameter", info.name), *state.new.values()]
 
 
-def _updated(
+def updated(
     op: Builder,
     declared: Declared,
     c: Compilation,
     info: ParameterInfo,
     p: ir.Value,
     g: ir.Value,
-    state: _State,
-    scalars: _Scalars,
+    state: State,
+    scalars: Scalars,
 ) -> ir.Value:
     """The declared update, from the gradient clipped."""
-    options, lr_scale = _options(declared, c, info)
+    options, lr_scale = options_of(declared, c, info)
     own = scalars
     if lr_scale != 1:
         with scalars.shared():
             own = replace(scalars, lr=scalars.lr * lr_scale, exact_lr=None)
+    g = clipped(op, c, g, scalars)
+    new: ir.Value = declared.function(op, p, g, state, replace(own, gradient_scale=None), **options)
+    if c.recipe.optimizer.ema is not None:
+        _average(op, new, state, scalars, c.recipe.optimizer.ema)
+    return new
+
+
+def clipped(op: Builder, c: Compilation, g: ir.Value, scalars: Scalars) -> ir.Value:
+    """A gradient, scaled for all gradients' norm and cut off element by element, as the recipe asks."""
     if scalars.gradient_scale is not None:
         g = g * scalars.number(scalars.gradient_scale, g)
     if c.recipe.optimizer.max_value is not None:
         g = op.Clip(g, -c.recipe.optimizer.max_value, c.recipe.optimizer.max_value)
-    updated = declared.function(op, p, g, state, replace(own, gradient_scale=None), **options)
-    if c.recipe.optimizer.ema is not None:
-        _average(op, updated, state, scalars, c.recipe.optimizer.ema)
-    return updated
+    return g
 
 
-def _average(op: Builder, updated: ir.Value, state: _State, scalars: _Scalars, decay: float) -> None:
+def _average(op: Builder, updated: ir.Value, state: State, scalars: Scalars, decay: float) -> None:
     """a += (1-d)·(p - a), and a = p after the first step (as PyTorch's swa_utils.AveragedModel has it)."""
     with scalars.shared():
         share = op.where(op.Equal(scalars.step, 1.0), 1, 1 - decay, like=scalars.step)
@@ -461,16 +467,16 @@ def _in_chunks(
     info: ParameterInfo,
     p: ir.Value,
     g: ir.Value,
-    state: _State,
-    scalars: _Scalars,
+    state: State,
+    scalars: Scalars,
 ) -> ir.Value:
     """The update of a large parameter as a Scan over its rows: one pass over memory, intermediate results stay in the cache."""
     part = ir.Shape(p.shape[1:])  # type: ignore[index]
     pieces = [ir.Value(name=op.names.fresh(f"{v.name}.chunk"), type=v.type, shape=part) for v in (p, g)]
     with op.nested(pieces) as inner:
-        inside = _State(inner, pieces[0])
-        updated = _updated(inner, declared, c, info, pieces[0], pieces[1], inside, replace(scalars, op=inner))
-        inner.give([updated, *inside.new.values()])
+        inside = State(inner, pieces[0])
+        new = updated(inner, declared, c, info, pieces[0], pieces[1], inside, replace(scalars, op=inner))
+        inner.give([new, *inside.new.values()])
     states = [state(slot) for slot in inside.now]
     made = [ir.Value(type=p.type, shape=p.shape) for _ in range(1 + len(inside.new))]
     op.Scan(p, g, *states, _outputs=made, body=inner.graph, num_scan_inputs=2 + len(states))
@@ -487,7 +493,7 @@ def _chunk(elements: int) -> int | None:
     return next((size for size in range(_LARGEST_CHUNK, _SMALLEST_CHUNK - 1, -1) if elements % size == 0), None)
 
 
-def _options(declared: Declared, c: Compilation, info: ParameterInfo) -> tuple[dict[str, Any], float]:
+def options_of(declared: Declared, c: Compilation, info: ParameterInfo) -> tuple[dict[str, Any], float]:
     """The optimizer's options for one parameter, and the factor on its learning rate."""
     options = {**declared.options, **c.recipe.optimizer.options}
     group = c.recipe.groups[info.group] if info.group is not None else None

@@ -45,6 +45,7 @@ import numpy as np
 
 from ortc.errors import CheckpointError
 from ortc.plan import AVERAGE, ParameterInfo, Plan
+from ortc.runtime.batch import numpy_type
 from ortc.runtime.messages import tell
 from ortc.runtime.stage import StateKey
 from ortc.runtime.transport import Transport
@@ -128,6 +129,31 @@ def save(root: Path, plan: Plan, progress: Progress, worker: Worker, *, keep: in
     return target
 
 
+def save_arrays(
+    root: Path, plan: Plan, progress: Progress, values: Mapping[str, np.ndarray], states: Mapping[StateKey, np.ndarray]
+) -> Path:
+    """Write a checkpoint of arrays, in one process; it is the latest then. One of the same step is replaced.
+
+    Raises:
+        CheckpointError: it cannot be written; the others are as they were.
+    """
+    target = root / f"step-{progress.step}"
+    aside = root / f".{target.name}.new"
+
+    def write() -> None:
+        _begin(root, aside)
+        shard = _write_files(aside, values, states, suffix="")
+        _finish(root, aside, target, plan, progress, [{"problem": "", **shard}])
+
+    try:
+        problem = _attempt(write)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    if problem:
+        raise CheckpointError(f"cannot save {target}: {problem}; the earlier checkpoints are intact")
+    return target
+
+
 def _begin(root: Path, aside: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(aside, ignore_errors=True)
@@ -160,8 +186,13 @@ def _tell_all(world: Transport, target: Path, action: Callable[[], None] | None)
 def _write_shard(folder: Path, worker: Worker) -> dict[str, Any]:
     """One rank's files; returns what the index says of them."""
     suffix = "" if worker.world.size == 1 else f"-{worker.world.rank}"
+    return _write_files(folder, worker.owned_values(), worker.owned_states(), suffix)
+
+
+def _write_files(
+    folder: Path, values: Mapping[str, np.ndarray], states: Mapping[StateKey, np.ndarray], suffix: str
+) -> dict[str, Any]:
     names = {kind: kind.replace(".safetensors", f"{suffix}.safetensors") for kind in (PARAMETERS, OPTIMIZER)}
-    values, states = worker.owned_values(), worker.owned_states()
     if values:
         _write_tensors(folder / names[PARAMETERS], dict(values))
     if states:
@@ -317,8 +348,30 @@ def restore(root: Path, plan: Plan, which: str | Path, worker: Worker) -> tuple[
     index = read_index(folder)
     for stage in worker.stages.values():
         _load(folder, index, stage.values, stage.states, quiet=world.rank != 0)
+    return folder, _progress(index)
+
+
+def load(root: Path, plan: Plan, which: str | Path) -> tuple[Path, Progress, dict[str, np.ndarray], dict[StateKey, np.ndarray]]:
+    """A checkpoint's folder, where the run was, all values, and all states, in the order in which they were saved.
+
+    Raises:
+        CheckpointError: as :func:`restore`.
+    """
+    folder = _choose(root, plan, which)
+    index = read_index(folder)
+    values = {p.name: np.empty(p.shape, numpy_type(p.dtype, p.name)) for p in plan.parameters}
+    states = {
+        (name, slot): np.empty(entry["shape"], numpy_type(entry["dtype"], name))
+        for name, slots in index["optimizer"].items()
+        for slot, entry in slots.items()
+    }
+    _load(folder, index, values, states)
+    return folder, _progress(index), values, states
+
+
+def _progress(index: dict[str, Any]) -> Progress:
     position = index["position"]
-    return folder, Progress(
+    return Progress(
         index["step"], index["seed"], (position["epoch"], position["batch"]), index["settings"], index.get("scaling")
     )
 
