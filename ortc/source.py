@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
 from ortc.errors import ModelError
 from ortc.graph.names import all_graphs
+
+# It warns of what is read and made nowhere, which is an error here, and right in a template without its weights.
+logging.getLogger("onnx_ir.serde").setLevel(logging.ERROR)
 
 MIN_OPSET = 7
 MAX_OPSET = onnx.defs.onnx_opset_version()
@@ -216,6 +222,14 @@ def _check_size(path: Path, what: str, tensor: ir.TensorProtocol, size: int) -> 
             f"{path} is damaged: {what} has {size} bytes of data, but its type {tensor.dtype.name} and shape "
             f"{list(tensor.shape)} need {tensor.nbytes}"
         )
+
+
+def content_hash(tensor: ir.TensorProtocol) -> str:
+    """The sha256 of a tensor's elements; external data is mapped, not read into memory."""
+    array = np.ascontiguousarray(tensor.numpy())
+    if tensor.dtype == ir.DataType.STRING:
+        return hashlib.sha256(json.dumps([bytes(text).hex() for text in array.reshape(-1)]).encode()).hexdigest()
+    return hashlib.sha256(array.reshape(-1).view(np.uint8).data).hexdigest()
 
 
 def write_safetensors(
