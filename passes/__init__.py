@@ -20,6 +20,7 @@ from ortc.passes.fusion import (
 from ortc.passes.gelu import FuseGelu
 from ortc.passes.lora import AddAdapters
 from ortc.passes.loss import AttachLoss
+from ortc.passes.memory import Order
 from ortc.passes.on_device import OnDevice
 from ortc.passes.optimizer import BuildOptimizer
 from ortc.passes.parameters import ChooseParameters, DecideTraining
@@ -63,6 +64,7 @@ def standard() -> list[Pass]:
         BuildOptimizer(),
         Lower(),
         CleanUp(),
+        Order(),
         Recompute(),
         SplitPhases(),
         OnDevice(),

@@ -254,6 +254,10 @@ def _accumulate(graph: ir.Graph) -> None:
         with op.scope(f"{of(gradient)}.total", origin=of(gradient), pass_="phases"):
             added = op.Add(total, gradient, _like=gradient)
         added.name = op.names.fresh(f"{gradient.name}.total")
+        node, source = added.producer(), gradient.producer()
+        if node is not None and source is not None:  # at once, so that the gradient itself is not kept
+            graph.remove(node)
+            graph.insert_after(source, node)
         set_role(added, "gradient", of=of(gradient))
         graph.outputs[index] = added
 
