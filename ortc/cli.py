@@ -319,6 +319,20 @@ def inspect(
 
 
 @app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="a model, or an output folder")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="another")],
+) -> None:
+    """What is different between two models or output folders, as graphs; exit code 1 if anything is."""
+    from ortc.diff import diff as compare
+
+    difference = compare(a, b)
+    print(difference)
+    if difference:
+        raise typer.Exit(1)
+
+
+@app.command()
 def simulate(
     folder: Annotated[
         Path | None, typer.Argument(metavar="[DIR]", help="an output folder; without: equal stages, as the flags say")
