@@ -212,6 +212,7 @@ def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
         export=write_graph(c.graphs["export"], folder, _FILES["export"], check=False),
         criterion=write_graph(c.graphs["criterion"], folder, _FILES["criterion"]),
         warnings=c.warnings,
+        history=c.history,
     )
     checkpoint = folder / plan.checkpoint / "step-0"
     checkpoint.mkdir(parents=True)

@@ -333,6 +333,17 @@ def diff(
 
 
 @app.command()
+def explain(
+    folder: Folder,
+    name: Annotated[str, typer.Argument(metavar="TENSOR|NODE", help="its name, in the model or in any compiled graph")],
+) -> None:
+    """Where a tensor or a node came from, what it is, why it is kept, cast or frozen, and who reads it."""
+    from ortc.explain import explain as text_of
+
+    print(text_of(folder, name))
+
+
+@app.command()
 def simulate(
     folder: Annotated[
         Path | None, typer.Argument(metavar="[DIR]", help="an output folder; without: equal stages, as the flags say")

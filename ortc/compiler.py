@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from ortc.boundary import Part
 from ortc.errors import RecipeError
-from ortc.plan import LossInfo, ParameterInfo, StageCosts
+from ortc.plan import LossInfo, ParameterInfo, PassRun, StageCosts
 from ortc.recipe import Recipe
 from ortc.target import Target
 
@@ -43,7 +43,7 @@ class Compilation:
     losses: list[LossInfo] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)  # of a part: what the recipe names and another part may have
-    history: list[tuple[str, int, int]] = field(default_factory=list)  # (pass, nodes before, nodes after)
+    history: list[PassRun] = field(default_factory=list)
 
     @property
     def graph(self) -> ir.Graph:
@@ -65,15 +65,24 @@ class Compilation:
         staged = {f"stage {s} {phase}": m for s, phases in enumerate(self.stages) for phase, m in phases.items()}
         return {"model": self.model, **self.graphs, **staged}
 
+    def count_nodes(self) -> int:
+        """Nodes of the training graph: of the model, and once it is cut of all stages' forward and backward."""
+        if not any(self.stages):
+            return len(self.graph)
+        apart = ("eval", "optimizer")
+        return sum(len(m.graph) for phases in self.stages for p, m in phases.items() if not p.startswith(apart))
+
 
 class Pass:
     """One rewriting step: a frozen dataclass whose fields are its options and whose docstring is their documentation.
 
     ``after`` names passes that must have run before; the list's order is the person's who wrote it, this only checks it.
+    ``preserves``: whether the graphs compute the same as before, where they have the same outputs.
     """
 
     name: ClassVar[str]
     after: ClassVar[tuple[str, ...]] = ()
+    preserves: ClassVar[bool] = True  # what the graphs compute, but for rounding; `ortc verify` holds the pass to it
 
     def run(self, c: Compilation) -> None:
         """Rewrite the compilation in place."""
@@ -92,9 +101,9 @@ def run_passes(passes: Sequence[Pass], c: Compilation) -> Compilation:
         for step in passes:
             missing = [name for name in step.after if name not in done]
             assert not missing, f"pass {step.name} must run after {missing}"
-            before = len(c.graph)
+            before = c.count_nodes()
             step.run(c)
-            c.history.append((step.name, before, len(c.graph)))
+            c.history.append(PassRun(name=step.name, before=before, after=c.count_nodes()))
             for phase, model in c.all_models().items():
                 check_invariants(model, f"pass {step.name} ({phase})")
             done.append(step.name)

@@ -147,6 +147,14 @@ class LossInfo(_Table):
     chosen: str = Field(description="why this loss: the recipe, or what was recognised")
 
 
+class PassRun(_Table):
+    """What a pass of the compilation did."""
+
+    name: str
+    before: int = Field(description="nodes of the training graph before it, of all stages")
+    after: int = Field(description="and after it")
+
+
 class Plan(_Table):
     """Everything in the output folder."""
 
@@ -164,6 +172,7 @@ class Plan(_Table):
     criterion: GraphFile = Field(description="the loss alone: from the model's outputs and the labels")
     checkpoint: str = Field("checkpoint", description="folder of the checkpoints, step-0 is the initial one")
     warnings: list[str] = Field(default_factory=list)
+    history: list[PassRun] = Field(default_factory=list, description="the passes, in order; of stages joined later none")
 
     def identity(self) -> str:
         """A hash of the whole plan: ranks that work together have the same."""
