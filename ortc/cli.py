@@ -344,6 +344,24 @@ def explain(
 
 
 @app.command()
+def verify(
+    folder: Folder,
+    model: Annotated[
+        Path | None, typer.Option(metavar="MODEL.onnx", help="the model it was compiled from; default: what the folder exports")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(metavar="BATCH.npz", help="one batch; default: made up")] = None,
+    rules: Rules = None,
+    threads: Threads = None,
+) -> None:
+    """Check on this machine that the compiled graphs compute what the model does; exit code 1 if one does not."""
+    from ortc.verify import report
+    from ortc.verify import verify as checks_of
+
+    if not report(checks_of(folder, model, data, rules=rules or (), threads=threads)):
+        raise typer.Exit(1)
+
+
+@app.command()
 def simulate(
     folder: Annotated[
         Path | None, typer.Argument(metavar="[DIR]", help="an output folder; without: equal stages, as the flags say")

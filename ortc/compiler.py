@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -89,8 +89,13 @@ class Pass:
         raise NotImplementedError
 
 
-def run_passes(passes: Sequence[Pass], c: Compilation) -> Compilation:
+def run_passes(passes: Sequence[Pass], c: Compilation, after: Callable[[Pass, Compilation], None] | None = None) -> Compilation:
     """Run the passes in order and check the graph after each.
+
+    Args:
+        passes: what to run.
+        c: what they work on.
+        after: called after each pass; it changes nothing.
 
     Raises:
         OrtcError: a mistake in the user's model or recipe, as found by a pass.
@@ -107,6 +112,8 @@ def run_passes(passes: Sequence[Pass], c: Compilation) -> Compilation:
             for phase, model in c.all_models().items():
                 check_invariants(model, f"pass {step.name} ({phase})")
             done.append(step.name)
+            if after is not None:
+                after(step, c)
     return c
 
 

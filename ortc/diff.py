@@ -25,6 +25,7 @@ from ortc.source import load_model, read_model, read_safetensors_header
 
 Kind = Literal["-", "+", "~"]
 
+_WORDS: tuple[tuple[Kind, str], ...] = (("-", "removed"), ("+", "added"), ("~", "changed"))
 _TAG = "ortc."
 _SHOWN_ELEMENTS = 4  # of a tensor that is written out
 
@@ -76,7 +77,7 @@ class Difference:
                 lines.append(f"{printable(file)}:")
             lines += [("  " if file else "") + line for change in changes for line in _lines(change)]
         every = [change for changes in self.files.values() for change in changes]
-        counts = [_count(every, kind, word) for kind, word in (("-", "removed"), ("+", "added"), ("~", "changed"))]
+        counts = [_count(every, kind, word) for kind, word in _WORDS]
         note = f"; {self.renamed} nodes or weights have another name, which is no difference" if self.renamed else ""
         if every:
             return "\n".join([*lines, f"{', '.join(filter(None, counts))}{note}"])

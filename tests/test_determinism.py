@@ -17,6 +17,7 @@ CASES = {
     "digits": (MODEL, ["--recipe", str(RECIPE)]),
     "frozen, lamb": (MODEL, ["--freeze", "*bias", "--optimizer", "lamb"]),
     "gpt2": (MODELS / "gpt2_sdpa.dynamo.onnx", ["--loss", "cross_entropy"]),
+    "stages": (MODELS / "tied.legacy.onnx", ["--stages", "2"]),
     "mobilenet": (MODELS / "mobilenet.legacy_train.onnx", ["--loss", "cross_entropy", "--optimizer", "sgd:momentum=0.9"]),
 }
 
