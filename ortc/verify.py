@@ -293,7 +293,8 @@ class _Reference:
         self._whole = evaluator(widened(ir.to_proto(graph)))
         forward, _ = carve(graph, [v for v in graph.graph.outputs if role(v) == "loss"])
         self._forward = evaluator(widened(ir.to_proto(forward)))
-        self.loss, self.gradients = 0.0, {}
+        self.loss = 0.0
+        self.gradients: dict[str, np.ndarray] = {}
         for feeds in self.feeds:
             for (kind, name), value in zip(self.outputs, self._run(self._whole, feeds), strict=True):
                 if kind == "loss":
@@ -593,7 +594,7 @@ def _in_float64(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.nda
 
     wide = {k: a.astype(np.float64) if a.dtype.kind == "f" else a for k, a in feeds.items()}
     with np.errstate(all="ignore"):
-        return evaluator(widened(_proto(model))).run(None, wide)
+        return list(evaluator(widened(_proto(model))).run(None, wide))
 
 
 def _in_runtime(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
