@@ -2,15 +2,15 @@
 //
 //   node train.mjs STAGES DATA STEPS CHECKPOINT.safetensors [START.safetensors]
 //
-// STAGES is an output folder of `ortc compile --target onnxruntime`; DATA a folder with an .npy for each of the model's inputs and
-// for the targets. Batches are taken in stored order, over and over; too few samples for one at the end are left out.
+// STAGES is an output folder of `ortc compile --target onnxruntime`; DATA a folder with an .npy for each of the model's inputs
+// and for the targets. Batches are taken in stored order, over and over; too few samples for one at the end are left out.
 import { readFile, writeFile } from "node:fs/promises";
 import path from "node:path";
 import ort from "onnxruntime-node";
 import { ARRAYS, Trainer, learningRate } from "./trainer.mjs";
 
 const BATCH_SIZE = 32;
-const NPY_TYPES = { "<f4": "float32", "<f8": "float64", "<i8": "int64", "<i4": "int32", "|u1": "uint8", "|b1": "bool" };
+const NPY_TYPES = { "<f4": "float32", "<f8": "float64", "<i8": "int64", "<i4": "int32", "|b1": "bool" };
 
 /** A tensor from an .npy file: magic and version, the length of a header (2 bytes), the header (a Python dict), the numbers. */
 async function readNpy(file) {
@@ -20,7 +20,7 @@ async function readNpy(file) {
   const dtype = NPY_TYPES[/'descr': '([^']+)'/.exec(header)?.[1]];
   if (bytes[6] !== 1 || !dtype || !header.includes("'fortran_order': False")) throw new Error(`${file}: cannot read ${header}`);
   const dims = /'shape': \(([^)]*)\)/.exec(header)[1].split(",").filter((size) => size.trim()).map(Number);
-  const { buffer } = new Uint8Array(bytes.subarray(start)); // a copy, since typed arrays must be aligned
+  const { buffer } = Uint8Array.from(bytes.subarray(start)); // a copy: typed arrays must be aligned
   return new ort.Tensor(dtype, new ARRAYS[dtype](buffer), dims);
 }
 
