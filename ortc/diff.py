@@ -1,7 +1,7 @@
 """``ortc diff``: what is different between two models, or two output folders, as graphs.
 
 What a thing is called inside of a graph, and the order of nodes, are not differences: nodes are matched by what they compute
-(:mod:`ortc.graph.match`). Names of inputs and outputs are, since others feed and read them.
+(:mod:`ortc.match`). Names of inputs and outputs are, since others feed and read them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import onnx_ir as ir
 
 from ortc.compiler import paused_gc
 from ortc.errors import CheckpointError, OrtcError
-from ortc.graph.match import Matching, attribute_key, match_graphs
 from ortc.graph.shapes import dims, type_name
+from ortc.match import Matching, attribute_key, match_graphs
 from ortc.plan import GraphFile, Plan, load_plan
 from ortc.source import load_model, read_model, read_safetensors_header
 

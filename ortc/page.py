@@ -102,7 +102,7 @@ def table(
         return [tag(kind, cell, class_="n" if i in numbers else None) for i, cell in enumerate(row)]
 
     body = [tag("tr", cells("td", row)) for row in rows]
-    shown = tag("table", tag("thead", tag("tr", cells("th", head))), tag("tbody", body))
+    shown = tag("table", tag("thead", tag("tr", cells("th", head))), tag("tbody", body), style=f"--c:{len(head)}")
     field = tag("input", type="search", class_="filter", placeholder="filter", aria_label="filter the rows")
     return tag("div", field if filterable else None, tag("div", shown, class_="scroll"), class_="table")
 
@@ -152,8 +152,9 @@ def chart(
     from_zero: bool = True,
     label: str = "",
     mark: tuple[float, float, str] | None = None,
-    width: int = 560,
-    height: int = 190,
+    bytes_: bool = False,
+    width: int = 460,
+    height: int = 180,
 ) -> Html:
     """Lines over an axis.
 
@@ -165,12 +166,14 @@ def chart(
         from_zero: the vertical axis begins at 0.
         label: what the picture is, for people who do not see it.
         mark: a point that is named: x, y, text.
+        bytes_: the vertical axis is in bytes: round numbers are those of KiB, MiB, ….
         width, height: in units of the picture.
     """
     xs = [x for s in series for x, _ in s.points]
     ys = [y for s in series for _, y in s.points]
     low, high = (0.0 if from_zero else min(ys)), max(ys)
-    marks = ticks(low, high)
+    unit = 1024.0 ** math.floor(math.log(max(high, 1), 1024)) if bytes_ else 1.0
+    marks = [unit * t for t in ticks(low / unit, high / unit)]
     low, high = min(low, marks[0]), max(high, marks[-1])
     first, last = min(xs), max(xs)
 
@@ -218,6 +221,7 @@ class Span:
     text: str = ""
 
 
+UNNAMED = frozenset({"T"})  # kinds of stretches that are no work, and have no name in the picture
 _NAMED = 4000  # stretches of a timeline; of more only the colours are shown, so that a browser can
 
 
@@ -230,9 +234,9 @@ def timeline(rows: Sequence[tuple[str, Sequence[Span]]], x_text: Callable[[float
     shapes: list[Html] = []
     for value in ticks(0.0, end, 6):
         if value <= end:
-            x = f"{_LEFT + value * scale:.1f}"
-            shapes.append(tag("line", x1=x, x2=x, y1=_TOP, y2=height - _BOTTOM, class_="grid"))
-            shapes.append(tag("text", x_text(value), x=x, y=height - 6, class_="middle"))
+            place = f"{_LEFT + value * scale:.1f}"
+            shapes.append(tag("line", x1=place, x2=place, y1=_TOP, y2=height - _BOTTOM, class_="grid"))
+            shapes.append(tag("text", x_text(value), x=place, y=height - 6, class_="middle"))
     named = sum(len(spans) for _, spans in rows) <= _NAMED
     areas: dict[str, list[str]] = {}
     for i, (name, spans) in enumerate(rows):
@@ -246,7 +250,8 @@ def timeline(rows: Sequence[tuple[str, Sequence[Span]]], x_text: Callable[[float
                 told = tag("title", f"{s.name}: {s.text}") if s.text else None
                 text = tag("text", s.name, x=f"{x + long / 2:.1f}", y=f"{top + each / 2 + 4:.1f}", class_="middle on")
                 box = tag("rect", x=f"{x:.2f}", y=top, width=f"{long:.2f}", height=each, class_=f"span {s.kind}")
-                shapes.append(tag("g", told, box, text if long > 7.2 * len(s.name) + 4 else None))
+                fits = long > 7.2 * len(s.name) + 4 and s.kind not in UNNAMED
+                shapes.append(tag("g", told, box, text if fits else None))
             else:
                 areas.setdefault(s.kind, []).append(f"M{x:.1f} {top}h{long:.1f}v{each}h-{long:.1f}z")
     shapes += [tag("path", d="".join(parts), class_=f"span {kind}") for kind, parts in sorted(areas.items())]
@@ -279,7 +284,7 @@ def _path(points: Sequence[tuple[float, float]], steps: bool) -> str:
 
 
 def _picture(shapes: Sequence[Html], width: int, height: int, label: str) -> Html:
-    svg = tag("svg", shapes, viewBox=f"0 0 {width} {height}", role="img", aria_label=label, style=f"--w:{width}px")
+    svg = tag("svg", shapes, viewBox=f"0 0 {width} {height}", role="img", aria_label=label)
     return tag("div", svg, class_="scroll")
 
 
@@ -307,6 +312,7 @@ table{border-collapse:collapse;width:100%;font-size:.88rem}
 th,td{text-align:left;padding:5px 12px 5px 0;border-bottom:1px solid var(--line);vertical-align:top}
 th{color:var(--muted);font-weight:600;white-space:nowrap}
 td{overflow-wrap:anywhere;min-width:3.5rem}
+.one{white-space:nowrap}
 .n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
 code{font:.86rem/1.4 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 .bar{display:block;min-width:80px;height:10px;margin-top:6px;background:var(--card);border-radius:5px}
@@ -319,11 +325,14 @@ width:min(100%,320px);margin:0 0 8px}
 .trains{color:var(--green)}.frozen{color:var(--muted)}.buffer{color:var(--purple)}
 .legend span{margin-right:16px;white-space:nowrap}.legend{color:var(--muted);margin:4px 0;font-size:.88rem}
 .key{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:6px;background:var(--grey)}
-svg{display:block;width:100%;min-width:min(var(--w),560px);height:auto}
+svg{display:block;width:100%;height:auto}
 svg text{font:12px system-ui,sans-serif;fill:var(--muted)}
-svg .end{text-anchor:end}svg .middle{text-anchor:middle}svg .strong{fill:var(--fg);font-weight:600}svg text.on{fill:var(--on)}
+svg .end{text-anchor:end}svg .middle{text-anchor:middle}svg .strong{fill:var(--fg);font-weight:600;
+paint-order:stroke;stroke:var(--bg);stroke-width:3px}
+svg text.on{fill:var(--on)}
 .grid{stroke:var(--line);stroke-width:1}.idle{fill:var(--card)}
 .line{fill:none;stroke:var(--blue);stroke-width:1.8;stroke-linejoin:round}.area{fill:var(--blue);opacity:.18}
+.span.T{opacity:.4}.key.T{opacity:.4}.key.none{background:var(--card);border:1px solid var(--line)}
 .dot{fill:var(--blue)}.span{fill:var(--grey)}.mark{fill:var(--red)}
 .span.F,.key.F{fill:var(--blue);background:var(--blue)}.span.B,.key.B{fill:var(--orange);background:var(--orange)}
 .span.I,.key.I{fill:var(--purple);background:var(--purple)}.span.W,.key.W{fill:var(--green);background:var(--green)}
@@ -331,7 +340,7 @@ svg .end{text-anchor:end}svg .middle{text-anchor:middle}svg .strong{fill:var(--f
 .area.b{fill:var(--orange)}.fill.b{background:var(--orange)}
 svg g rect{stroke:var(--bg);stroke-width:.6}
 @media (max-width:600px){header,main{padding:0 14px}.facts{grid-template-columns:repeat(auto-fill,minmax(140px,1fr))}
-.wide svg{min-width:720px}}
+.wide svg{min-width:720px}table{min-width:calc(var(--c)*88px)}td code{display:block;min-width:8rem}}
 @media print{nav,.filter{display:none}}
 """
 

@@ -7,15 +7,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import onnx_ir as ir
 
 from ortc import page
 from ortc.compiler import Pass, paused_gc
 from ortc.errors import OrtcError, RecipeError
-from ortc.graph.liveness import liveness
-from ortc.inspection import format_bytes, format_seconds, schedule_name
+from ortc.graph.liveness import Liveness, liveness
+from ortc.inspection import format_bytes, schedule_name
 from ortc.page import Html, Series, Span, tag
 from ortc.plan import Plan, load_plan
 from ortc.runtime.files import write_text
@@ -24,7 +24,7 @@ from ortc.source import read_model
 
 # Sizes taken for symbolic dimensions that neither the recipe nor --size tells, as the compiler does: of the batch, of others.
 _BATCH, _OTHER = 8, 128
-_LARGEST, _OPERATORS = 8, 25  # rows of the tables of tensors, and of operators
+_LARGEST, _OPERATORS, _CHARTS = 8, 25, 8  # rows of the tables of tensors, and of operators; curves of phases
 _KINDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 
 
@@ -135,22 +135,27 @@ def _measured(profiles: Sequence[Path]) -> _Measured:
     found = _Measured()
     for path in profiles:
         events = _events(path)
-        process = {e.get("pid"): e["args"].get("name") for e in events if e.get("name") == "process_name"}
+        process = {str(e.get("pid")): e["args"].get("name") for e in events if e.get("name") == "process_name"}
         for event in events:
-            duration, arguments = event.get("dur"), event["args"]
-            if event.get("ph") != "X" or not isinstance(duration, int | float):
+            duration, start, arguments = event.get("dur"), event.get("ts", 0), event["args"]
+            if event.get("ph") != "X" or not _is_time(duration) or not _is_time(start):
                 continue
             operator = arguments.get("op_name")
-            where = str(process.get(event.get("pid"), ""))
+            where = str(process.get(str(event.get("pid")), ""))
             if event.get("cat") == "Node" and isinstance(operator, str):
                 if str(event.get("name", "")).endswith("_kernel_time") or process:
                     found.operators[operator] = found.operators.get(operator, 0.0) + duration / 1e6
             elif where.startswith("measured"):
-                span = _span(str(event.get("name")), float(event.get("ts", 0.0)) / 1e6, duration / 1e6)
+                span = _span(str(event.get("name")), start / 1e6, duration / 1e6)
                 rank = event.get("tid")
                 if span is not None and isinstance(rank, int):
                     found.steps.setdefault(where, {}).setdefault(rank, []).append(span)
     return found
+
+
+def _is_time(value: object) -> TypeGuard[float]:
+    """Whether it is a number of microseconds, as a trace has it."""
+    return isinstance(value, int | float) and 0 <= value < 1e15
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
@@ -171,7 +176,7 @@ def _span(name: str, start: float, duration: float) -> Span | None:
         return None
     kind = action.kind
     what = _KINDS.get(kind, "transfer")
-    return Span(start, start + duration, kind if kind in _KINDS else "T", name, f"{what}, {format_seconds(duration)}")
+    return Span(start, start + duration, kind if kind in _KINDS else "T", name, f"{what}, {_time(duration)}")
 
 
 @dataclass
@@ -245,7 +250,7 @@ def _stages(plan: Plan) -> Html:
         count = sum(math.prod(p.shape) for p in plan.parameters if p.name in stage.parameters)
         sends = ", ".join(f"{format_bytes(n)} to {to}" for to, n in c.sends.items()) or "-"
         parts = (c.parameter_bytes, c.gradient_bytes, c.state_bytes, c.stash_bytes, c.memory_bytes)
-        numbers = [str(c.nodes), f"{count:,}", f"{c.flops / 1e9:.3g}", format_seconds(c.seconds)]
+        numbers = [str(c.nodes), f"{count:,}", f"{c.flops / 1e9:.3g}", _time(c.seconds)]
         rows.append([str(stage.index), *numbers, page.share(c.seconds, slowest), sends, *map(format_bytes, parts)])
     head = ["stage", "nodes", "values", "GFLOP", "time", "", "sends", "weights", "gradients", "states", "stash", "in all"]
     text = "Predicted, of one micro-batch; the stash is of all micro-batches in flight."
@@ -263,67 +268,89 @@ def _timeline(plan: Plan, measured: _Measured) -> Html:
         rows: dict[int, list[Span]] = {}
         for t in step.timed:
             kind = t.action.kind
-            told = (
-                f"stage {t.action.stage}, micro-batch {t.action.micro_batch}, {_KINDS[kind]}, {format_seconds(t.end - t.start)}"
-            )
+            told = f"stage {t.action.stage}, micro-batch {t.action.micro_batch}, {_KINDS[kind]}, {_time(t.end - t.start)}"
             rows.setdefault(t.rank, []).append(Span(t.start, t.end, kind, str(t.action), told))
             kinds[kind] = None
         parts += [
-            tag("h3", f"predicted: {format_seconds(step.end)}, {step.bubble:.1%} of it idle"),
+            tag("h3", f"predicted: {_time(step.end)}, {step.bubble:.1%} of it idle"),
             _picture("predicted", rows),
         ]
     for name, spans in sorted(measured.steps.items()):
         end = max(s.end for row in spans.values() for s in row)
         kinds.update(dict.fromkeys(s.kind for row in spans.values() for s in row))
-        parts += [tag("h3", f"{name}: {format_seconds(end)}"), _picture(name, spans)]
+        parts += [tag("h3", f"{name}: {_time(end)}"), _picture(name, spans)]
     if not parts:
         return Html("")
-    colours = [(k, _KINDS[k]) for k in _KINDS if k in kinds] + ([("T", "transfer")] if "T" in kinds else [])
+    colours = [(k, _KINDS[k]) for k in _KINDS if k in kinds] + ([("T", "waiting and transfer")] if "T" in kinds else [])
     about = page.note("A row is a rank, time goes to the right; what is called 2F0 is stage 2's forward of micro-batch 0.")
-    return page.join([about, page.legend([*colours, ("", "idle")]), *parts])
+    return page.join([about, page.legend([*colours, ("none", "idle")]), *parts])
 
 
 def _picture(name: str, rows: Mapping[int, Sequence[Span]]) -> Html:
     listed = [(f"rank {rank}", spans) for rank, spans in sorted(rows.items())]
-    return tag("div", page.timeline(listed, format_seconds, f"timeline of one step, {name}"), class_="wide")
+    return tag("div", page.timeline(listed, _time, f"timeline of one step, {name}"), class_="wide")
 
 
 def _memory(phases: Sequence[_Phase], assumed: str) -> Html:
     from ortc.passes.memory import node_memory, value_bytes
 
-    parts = []
-    for phase in phases:
-        found = liveness(phase.graph, value_bytes(phase.graph, phase.shapes), node_memory)
-        if not found.peak:
-            continue
-        nodes = list(phase.graph)
-        points = page.thinned([(float(i), float(n)) for i, n in enumerate(found.live)])
-        curve = page.chart(
-            [Series("a", phase.label, points)],
-            format_bytes,
-            lambda i: f"node {int(i):,}",
-            filled=True,
-            label=f"live bytes over the nodes of {phase.label}",
-            mark=(float(found.at), float(found.peak), format_bytes(found.peak)),
-        )
-        rows = [
-            [tag("code", value.name or ""), _shape(phase.shapes.of(value)), format_bytes(size), page.share(size, found.peak)]
-            for value, size in found.alive[:_LARGEST]
-        ]
-        where = tag(
-            "p", "at ", tag("code", nodes[found.at].name or ""), f" ({nodes[found.at].op_type}) are live:", class_="note"
-        )
-        table = page.table(["tensor", "shape", "size", ""], rows, numbers=(2,))
-        heading = tag("h3", f"{phase.label}: {format_bytes(found.peak)} at its peak")
-        parts.append(tag("div", heading, curve, where, table))
-    text = f"What a session makes for itself, node by node, predicted for {assumed or 'the sizes of the model'}. Weights, gradients and "
-    return page.join(
-        [page.note(text + "states, which lie in memory all the time, come on top."), tag("div", parts, class_="pair")]
+    found = [(p, liveness(p.graph, value_bytes(p.graph, p.shapes), node_memory)) for p in phases]
+    found = [(p, live) for p, live in found if live.peak]
+    if not found:
+        return Html("")
+    where = assumed or "the sizes of the model"
+    text = (
+        f"What a session makes for itself, node by node, predicted for {where}. Weights, gradients and states, which lie in "
+        "memory all the time, come on top."
     )
+    most = max(live.peak for _, live in found)
+    rows = [
+        [
+            tag("span", p.label, class_="one"),
+            f"{len(p.graph):,}",
+            format_bytes(live.peak),
+            page.share(live.peak, most),
+            tag("code", p.graph[live.at].name or "", class_="one"),
+        ]
+        for p, live in found
+    ]
+    summary = page.table(["phase", "nodes", "peak", "", "at"], rows, numbers=(1, 2))
+    largest = sorted(found, key=lambda pair: -pair[1].peak)[:_CHARTS]
+    shown = [_live_bytes(p, live) for p, live in found if any(p is q for q, _ in largest)]
+    left = len(found) - len(shown)
+    rest = page.note(f"{left} more phases need less.") if left else None
+    return page.join([page.note(text), summary, tag("div", shown, class_="pair"), rest])
 
 
-def _shape(sizes: Sequence[int]) -> str:
-    return "×".join(map(str, sizes)) or "scalar"
+def _live_bytes(phase: _Phase, live: Liveness) -> Html:
+    """A phase's curve, and what is live at its peak."""
+    curve = page.chart(
+        [Series("a", phase.label, page.thinned([(float(i), float(n)) for i, n in enumerate(live.live)]))],
+        format_bytes,
+        lambda i: f"node {int(i):,}",
+        filled=True,
+        bytes_=True,
+        label=f"live bytes over the nodes of {phase.label}",
+        mark=(float(live.at), float(live.peak), format_bytes(live.peak)),
+    )
+    rows = [
+        [tag("code", value.name or ""), _shape(phase.shapes.of(value)), format_bytes(size), page.share(size, live.peak)]
+        for value, size in live.alive[:_LARGEST]
+    ]
+    table = page.table(["live at the peak", "shape", "size", ""], rows, numbers=(2,))
+    return tag("div", tag("h3", f"{phase.label}: {format_bytes(live.peak)}"), curve, table)
+
+
+def _time(seconds: float) -> str:
+    """``1.5 s``, ``20 ms``, ``3 µs``"""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds * 1e6:.3g} µs" if seconds else "0"
+
+
+def _shape(sizes: Sequence[int]) -> Html:
+    return tag("span", "×".join(map(str, sizes)) or "scalar", class_="one")
 
 
 def _trains(phase: _Phase) -> bool:
@@ -353,10 +380,10 @@ def _operators(phases: Sequence[_Phase], measured: _Measured, assumed: str) -> H
     for name in order[:_OPERATORS]:
         cost = costs[name]
         cells: list[page.Child] = [tag("code", name), f"{counts[name]:,}", f"{cost.flops / 1e9:.3g}", format_bytes(cost.bytes)]
-        cells += [format_seconds(seconds[name]), page.share(seconds[name], top)]
+        cells += [_time(seconds[name]), page.share(seconds[name], top)]
         if measured.operators:
             took = measured.operators.get(short[name], 0.0)
-            cells += [format_seconds(took), page.share(took, top_measured, "b")]
+            cells += [_time(took), page.share(took, top_measured, "b")]
         rows.append(cells)
     head = ["operator", "nodes", "GFLOP", "read and written", "predicted", ""]
     head += ["measured, all runs", ""] if measured.operators else []
@@ -428,8 +455,10 @@ def _in_order(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _curve(series: Sequence[Series], label: str) -> Html:
-    low = min(y for s in series for _, y in s.points)
-    return page.chart(series, lambda y: f"{y:.4g}", lambda x: f"step {int(x):,}", from_zero=low >= 0, label=label)
+    values = [y for s in series for _, y in s.points]
+    return page.chart(
+        series, lambda y: f"{y:.4g}", lambda x: f"step {int(x):,}", from_zero=0 <= min(values) < max(values) / 2, label=label
+    )
 
 
 def _weights(plan: Plan) -> Html:
