@@ -59,7 +59,7 @@ def compile_graphs(
     c = Compilation(model, recipe, load_target(recipe.target), part)
     if save_intermediate is None:
         return run_passes(steps, c)
-    return run_passes(steps, c, seen=Snapshots(Path(save_intermediate)))
+    return run_passes(steps, c, after=Snapshots(Path(save_intermediate)))
 
 
 def load_rules(files: Sequence[str | Path] = ()) -> None:
@@ -238,6 +238,7 @@ def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
         rewrites=c.rewrites,
         artifacts=others,
         warnings=c.warnings,
+        history=c.history,
     )
     checkpoint = folder / plan.checkpoint / "step-0"
     checkpoint.mkdir(parents=True)

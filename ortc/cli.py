@@ -452,16 +452,84 @@ def inspect(
     schedule: Annotated[
         Path | None, typer.Option(metavar="FILE.txt", help="of a folder: write its schedule as text, to edit")
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="REPORT.html", help="of a folder: write one page with all of it, to open in a browser"),
+    ] = None,
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="TRACE.json", help="with --html: what `ortc run --profile` or ONNX Runtime measured; repeat for both"
+        ),
+    ] = None,
+    metrics: Annotated[
+        Path | None, typer.Option(metavar="FILE.jsonl", help="with --html: of past runs; default: DIR/metrics.jsonl")
+    ] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=N", help="with --html: size of a symbolic dimension, for what is predicted"),
+    ] = None,
 ) -> None:
     """List every weight with its fate and the reason; of an output folder its graphs, stages and schedule too."""
     from ortc.inspection import inspect_folder, inspect_model
 
+    if html is None and (profile or metrics or size):
+        raise RecipeError("--profile, --metrics and --size go with --html, for the page")
     if path.is_dir():
-        inspect_folder(path, timeline, schedule)
-    elif timeline or schedule:
-        raise RecipeError(f"--timeline and --schedule are of an output folder of `ortc compile`, which {path} is not")
+        if html is not None:
+            from ortc.report import write_report
+
+            write_report(path, html, profiles=profile or (), metrics=metrics, sizes=_pairs(size, "--size"))
+            print(f"{html}: open it in a browser")
+        if html is None or timeline or schedule:
+            inspect_folder(path, timeline, schedule)
+    elif timeline or schedule or html:
+        raise RecipeError(f"--timeline, --schedule and --html are of an output folder of `ortc compile`, which {path} is not")
     else:
         inspect_model(path, build_recipe(recipe, loss=loss, train=train, freeze=freeze, batch_norm=batch_norm), rules or ())
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="a model, or an output folder")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="another")],
+) -> None:
+    """What is different between two models or output folders, as graphs; exit code 1 if anything is."""
+    from ortc.diff import diff as compare
+
+    difference = compare(a, b)
+    print(difference)
+    if difference:
+        raise typer.Exit(1)
+
+
+@app.command()
+def explain(
+    folder: Folder,
+    name: Annotated[str, typer.Argument(metavar="TENSOR|NODE", help="its name, in the model or in any compiled graph")],
+) -> None:
+    """Where a tensor or a node came from, what it is, why it is kept, cast or frozen, and who reads it."""
+    from ortc.explain import explain as text_of
+
+    print(text_of(folder, name))
+
+
+@app.command()
+def verify(
+    folder: Folder,
+    model: Annotated[
+        Path | None, typer.Option(metavar="MODEL.onnx", help="the model it was compiled from; default: what the folder exports")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(metavar="BATCH.npz", help="one batch; default: made up")] = None,
+    rules: Rules = None,
+    threads: Threads = None,
+) -> None:
+    """Check on this machine that the compiled graphs compute what the model does; exit code 1 if one does not."""
+    from ortc.verify import report
+    from ortc.verify import verify as checks_of
+
+    if not report(checks_of(folder, model, data, rules=rules or (), threads=threads)):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from ortc.boundary import Part
 from ortc.errors import RecipeError
-from ortc.plan import AdapterInfo, LossInfo, ParameterInfo, Recomputed, RewriteInfo, StageCosts
+from ortc.plan import AdapterInfo, LossInfo, ParameterInfo, PassRun, Recomputed, RewriteInfo, StageCosts
 from ortc.recipe import Recipe
 from ortc.target import Target
 
@@ -47,7 +47,7 @@ class Compilation:
     warnings: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)  # of a part: what the recipe names and another part may have
     rewrites: list[RewriteInfo] = field(default_factory=list)
-    history: list[tuple[str, int, int]] = field(default_factory=list)  # (pass, nodes before, nodes after)
+    history: list[PassRun] = field(default_factory=list)
 
     @property
     def graph(self) -> ir.Graph:
@@ -69,11 +69,19 @@ class Compilation:
         staged = {f"stage {s} {phase}": m for s, phases in enumerate(self.stages) for phase, m in phases.items()}
         return {"model": self.model, **self.graphs, **staged}
 
+    def count_nodes(self) -> int:
+        """Nodes of the training graph: of the model, and once it is cut of all stages' forward and backward."""
+        if not any(self.stages):
+            return len(self.graph)
+        apart = ("eval", "optimizer")
+        return sum(len(m.graph) for phases in self.stages for p, m in phases.items() if not p.startswith(apart))
+
 
 class Pass:
     """One rewriting step: a frozen dataclass whose fields are its options and whose docstring is their documentation.
 
     ``after`` names passes that must have run before; the list's order is the person's who wrote it, this only checks it.
+    ``preserves``: whether the graphs compute the same as before, where they have the same outputs.
     """
 
     name: ClassVar[str]
@@ -90,6 +98,8 @@ class Pass:
         """Whether a field of the recipe needs the pass, whatever a target's table says."""
         return False
 
+    preserves: ClassVar[bool] = True  # what the graphs compute, but for rounding; `ortc verify` holds the pass to it
+
     def run(self, c: Compilation) -> None:
         """Rewrite the compilation in place."""
         raise NotImplementedError
@@ -99,7 +109,7 @@ def run_passes(
     passes: Sequence[Pass],
     c: Compilation,
     alone: bool = False,
-    seen: Callable[[str, Compilation], None] = lambda name, c: None,
+    after: Callable[[Pass, Compilation], None] | None = None,
 ) -> Compilation:
     """Run the passes in order and check the graph after each.
 
@@ -107,7 +117,7 @@ def run_passes(
         passes: in order.
         c: what they work on.
         alone: without those that they come after in a compilation.
-        seen: called after each pass, with its name.
+        after: called after each pass; it changes nothing.
 
     Raises:
         OrtcError: a mistake in the user's model or recipe, as found by a pass.
@@ -121,13 +131,14 @@ def run_passes(
                 continue
             missing = [name for name in step.after if name not in done]
             assert alone or not missing, f"pass {step.name} must run after {missing}"
-            before = len(c.graph)
+            before = c.count_nodes()
             step.run(c)
-            c.history.append((step.name, before, len(c.graph)))
+            c.history.append(PassRun(name=step.name, before=before, after=c.count_nodes()))
             for phase, model in c.all_models().items():
                 check_invariants(model, f"pass {step.name} ({phase})")
-            seen(step.name, c)
             done.append(step.name)
+            if after is not None:
+                after(step, c)
     return c
 
 

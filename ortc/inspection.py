@@ -204,7 +204,7 @@ def format_bytes(count: float) -> str:
         if count < 1024 or unit == "GiB":
             break
         count /= 1024
-    return f"{count:.3g} {unit}"
+    return f"{count:.3g} {unit}" if count < 1000 else f"{count:,.0f} {unit}"
 
 
 def format_seconds(seconds: float) -> str:

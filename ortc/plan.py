@@ -184,6 +184,14 @@ class RewriteInfo(_Table):
     count: int
 
 
+class PassRun(_Table):
+    """What a pass of the compilation did."""
+
+    name: str
+    before: int = Field(description="nodes of the training graph before it, of all stages")
+    after: int = Field(description="and after it")
+
+
 class Plan(_Table):
     """Everything in the output folder."""
 
@@ -205,6 +213,7 @@ class Plan(_Table):
     checkpoint: str = Field("checkpoint", description="folder of the checkpoints, step-0 is the initial one")
     rewrites: list[RewriteInfo] = Field(default_factory=list, description="what the fusions did")
     warnings: list[str] = Field(default_factory=list)
+    history: list[PassRun] = Field(default_factory=list, description="the passes, in order; of stages joined later none")
 
     def identity(self) -> str:
         """A hash of the whole plan: ranks that work together have the same."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from ortc.compiler import Compilation
+from ortc.compiler import Compilation, Pass
 from ortc.errors import OrtcError
 
 _LARGEST = 1024  # elements; a larger weight is left out
@@ -34,10 +34,10 @@ class Snapshots:
         self._folder, self._number = folder, 0
         self._latest: dict[str, bytes] = {}
 
-    def __call__(self, name: str, c: Compilation) -> None:
-        """After the pass of that name."""
+    def __call__(self, step: Pass, c: Compilation) -> None:
+        """After a pass."""
         self._number += 1
-        folder = self._folder / f"{self._number:02}-{name}"
+        folder = self._folder / f"{self._number:02}-{step.name}"
         for phase, model in c.all_models().items():
             data = _without_weights(model)
             if self._latest.get(phase) == data:

@@ -56,6 +56,7 @@ class TrainingForm(Pass):
     """Gives the graph its training form; running statistics and counters of the random numbers become inputs and outputs."""
 
     name = "training-form"
+    preserves = False
     after = ("fork-evaluation",)
 
     def run(self, c: Compilation) -> None:

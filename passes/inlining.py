@@ -90,7 +90,8 @@ def splice(node: ir.Node, body: ir.Graph, results: Sequence[ir.Value | None], na
     for y, result in zip(node.outputs, results, strict=True):
         made_here = result is not None and result.producer() is not None and result.graph is graph
         if y.is_graph_output() and (not made_here or result.is_graph_output()):  # type: ignore[union-attr]
-            copy = ir.node("Identity", [result], name=names.fresh(f"{node.name}/Identity"))
+            tags = {"ortc.pass": "prepare", "ortc.origin": node.name or ""}
+            copy = ir.node("Identity", [result], name=names.fresh(f"{node.name}/Identity"), metadata_props=tags)
             graph.insert_before(node, copy)
             nodes.append(copy)
             result = copy.outputs[0]

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from ortc.compiler import SLOT, Compilation, Pass, of, role
-from ortc.graph.cut import read_by
-from ortc.graph.liveness import Liveness, NodeMemory, Waits, liveness, low_peak_order
+from ortc.compiler import Compilation, Pass, of, role
+from ortc.graph.liveness import Liveness, NodeMemory, liveness, low_peak_order
 from ortc.passes.costs import Shapes, concrete_sizes
 from ortc.passes.stages import assumed_sizes
 from ortc.rules import OpKey, node_key, op_key
@@ -51,13 +50,19 @@ def value_bytes(graph: ir.Graph, shapes: Shapes) -> dict[ir.Value, int]:
 
 
 def phase_memory(graph: ir.Graph, binding: Mapping[str, int]) -> Liveness:
-    """Live bytes of a phase's session, with these sizes of the symbolic dimensions."""
+    """Live bytes of a phase's session, with these sizes of the symbolic dimensions.
+
+    So it is in training, where the nodes are as they are written; an evaluation may take less, for ONNX Runtime fuses nodes.
+    """
     return liveness(graph, value_bytes(graph, concrete_sizes(graph, binding)), node_memory)
 
 
 @dataclass(frozen=True)
 class Order(Pass):
-    """Orders every graph for a low peak of memory; the runtime asks ONNX Runtime to keep the order."""
+    """Orders training and evaluation for a low peak of memory; the runtime asks ONNX Runtime to keep the order.
+
+    The optimizer stays as it is written: parameter by parameter, in parts that fit a cache.
+    """
 
     name = "order"
     after = ("clean-up",)
@@ -65,34 +70,8 @@ class Order(Pass):
     def run(self, c: Compilation) -> None:
         binding = assumed_sizes(c)
         for phases in c.stages:
-            for model in phases.values():
-                graph = model.graph
-                sizes = value_bytes(graph, concrete_sizes(graph, binding))
-                graph.extend(low_peak_order(graph, sizes, node_memory, overwriting(graph)))
-
-
-def overwriting(graph: ir.Graph) -> Waits:
-    """The nodes whose output the runtime lets share an input's memory, with those that read the input, and must run before.
-
-    So are parameters and states, and the gradients that micro-batches add to.
-    """
-    readers: dict[ir.Value, list[ir.Node]] = {}
-    viewed: dict[ir.Value, ir.Value] = {}
-    for node in graph:
-        for value in dict.fromkeys(read_by(node)):
-            readers.setdefault(viewed.get(value, value), []).append(node)
-        for i, o in node_memory(node).views:
-            source = node.inputs[i]
-            if source is not None:
-                viewed[node.outputs[o]] = viewed.get(source, source)
-    inputs = {_place(v): v for v in graph.inputs}
-    found: dict[ir.Node, list[ir.Node]] = {}
-    for output in graph.outputs:
-        producer, old = output.producer(), inputs.get(_place(output))
-        if producer is not None and old is not None and role(output) in ("parameter", "state", "gradient"):
-            found.setdefault(producer, []).extend(n for n in readers.get(old, ()) if n is not producer)
-    return found
-
-
-def _place(value: ir.Value) -> tuple[str | None, str, str | None]:
-    return role(value), of(value), value.metadata_props.get(SLOT)
+            for name, model in phases.items():
+                if not name.startswith("optimizer"):
+                    graph = model.graph
+                    sizes = value_bytes(graph, concrete_sizes(graph, binding))
+                    graph.extend(low_peak_order(graph, sizes, node_memory))

@@ -273,15 +273,17 @@ def merge_equal(model: ir.Model) -> None:
     for old, new in zip(outputs, merged, strict=True):
         assert new is not None
         if new is not old:
-            new = _copy(graph, new) if new in taken else new
+            new = _copy(graph, new, old) if new in taken else new
             new.name = old.name
             new.metadata_props.update(old.metadata_props)
             taken.add(new)
         graph.outputs.append(new)
 
 
-def _copy(graph: ir.Graph, value: ir.Value) -> ir.Value:
-    node = ir.node("Identity", [value], outputs=[ir.Value(type=value.type, shape=value.shape)])
+def _copy(graph: ir.Graph, value: ir.Value, instead: ir.Value) -> ir.Value:
+    tags = {"ortc.pass": CleanUp.name, "ortc.origin": value.name or ""}
+    output = ir.Value(type=value.type, shape=value.shape)
+    node = ir.node("Identity", [value], outputs=[output], name=instead.name, metadata_props=tags)
     graph.append(node)
     return node.outputs[0]
 

@@ -28,7 +28,13 @@ KINDS = ("low", "full", "follow", "widest")
 
 def table() -> dict[str, str]:
     """The kind of every listed operator."""
-    return {op_type: kind for kind, rows in packaged_toml("ortc.passes", "precision.toml").items() for op_type in rows}
+    return {op_type: kind for op_type, (kind, _) in reasons().items()}
+
+
+def reasons() -> dict[str, tuple[str, str]]:
+    """The kind of every listed operator, and why."""
+    rows = packaged_toml("ortc.passes", "precision.toml")
+    return {op_type: (kind, why) for kind, listed in rows.items() for op_type, why in listed.items()}
 
 
 @dataclass(frozen=True)

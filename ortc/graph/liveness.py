@@ -35,7 +35,6 @@ class NodeMemory:
 
 Sizes = Mapping[ir.Value, int]
 Memory = Callable[[ir.Node], NodeMemory]
-Waits = Mapping[ir.Node, Sequence[ir.Node]]
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def _same_size(a: ir.Value, b: ir.Value) -> bool:
 # ---- orders ----------------------------------------------------------------------------------------------------------
 
 
-def low_peak_order(graph: ir.Graph, sizes: Sizes, memory: Memory, waits: Waits | None = None) -> list[ir.Node]:
+def low_peak_order(graph: ir.Graph, sizes: Sizes, memory: Memory) -> list[ir.Node]:
     """The nodes in an order that needs little memory: the graph's own, if no other that is tried has a lower peak.
 
     Tried are list schedules, which take one ready node after the other: (1) that which adds the fewest bytes to what is in
@@ -160,10 +159,9 @@ def low_peak_order(graph: ir.Graph, sizes: Sizes, memory: Memory, waits: Waits |
 
     Args:
         graph, sizes, memory: as for :func:`liveness`.
-        waits: nodes that must come after others, not only after those whose values they read.
     """
     nodes = list(graph)
-    task = _Task(nodes, set(graph.outputs), sizes, memory, waits or {})
+    task = _Task(nodes, set(graph.outputs), sizes, memory)
     orders = [
         nodes,
         task.forwards(lambda added, i: (added, i)),
@@ -176,9 +174,7 @@ def low_peak_order(graph: ir.Graph, sizes: Sizes, memory: Memory, waits: Waits |
 class _Task:
     """What there is to schedule, by position: of nodes, and of buffers, which are values together with their views."""
 
-    def __init__(
-        self, nodes: Sequence[ir.Node], kept: Collection[ir.Value], sizes: Sizes, memory: Memory, waits: Waits
-    ) -> None:
+    def __init__(self, nodes: Sequence[ir.Node], kept: Collection[ir.Value], sizes: Sizes, memory: Memory) -> None:
         at = {node: i for i, node in enumerate(nodes)}
         self.nodes = nodes
         self.size: list[int] = []
@@ -191,7 +187,7 @@ class _Task:
         buffer: dict[ir.Value, int] = {}
         for i, node in enumerate(nodes):
             values = dict.fromkeys(read_by(node))
-            ahead = [*(v.producer() for v in values), *waits.get(node, ())]
+            ahead = [v.producer() for v in values]
             self.before.append(list(dict.fromkeys(at[p] for p in ahead if p in at)))
             for p in self.before[i]:
                 self.after[p].append(i)

@@ -23,6 +23,10 @@ A checkpoint holds
 
   ``shape`` is that of the whole tensor, ``offset`` where the file's part of it starts.
 
+A single ``.safetensors`` file can be restored as well, such as a loop in another language writes (``examples/``): the
+parameters and buffers under their names, the optimizer's states, if any, as ``<parameter>/<slot>``, and in its metadata,
+if it is known, the ``step``.
+
 A save writes into a hidden folder beside the others, syncs every file, renames the folder and syncs the parent: a
 checkpoint that was reported as saved survives a kill at any instant.
 """
@@ -345,9 +349,9 @@ def restore(root: Path, plan: Plan, which: str | Path, worker: Worker) -> tuple[
     if "problem" in chosen:
         raise CheckpointError(chosen["problem"])
     folder = Path(chosen["folder"])
-    index = read_index(folder)
+    index = _index_of_file(folder, plan) if _is_file(folder) else read_index(folder)
     for stage in worker.stages.values():
-        _load(folder, index, stage.values, stage.states, quiet=world.rank != 0)
+        _load(folder.parent if _is_file(folder) else folder, index, stage.values, stage.states, quiet=world.rank != 0)
     return folder, _progress(index)
 
 
@@ -357,6 +361,8 @@ def load(root: Path, plan: Plan, which: str | Path) -> tuple[Path, Progress, dic
     Raises:
         CheckpointError: as :func:`restore`.
     """
+    if _is_file(which):
+        raise CheckpointError(f"{which} is no checkpoint but a file of weights; give the folder of one")
     folder = _choose(root, plan, which)
     index = read_index(folder)
     values = {p.name: np.empty(p.shape, numpy_type(p.dtype, p.name)) for p in plan.parameters}
@@ -378,6 +384,9 @@ def _progress(index: dict[str, Any]) -> Progress:
 
 def _choose(root: Path, plan: Plan, which: str | Path) -> Path:
     """The checkpoint to read, whole and of this model."""
+    if _is_file(which):
+        _index_of_file(Path(which), plan)
+        return Path(which)
     if str(which) == "none":
         candidates = [root / "step-0"]
     elif str(which) == "best":
@@ -410,6 +419,43 @@ def _best(root: Path) -> Path:
                 break
             return root / f"step-{step}"
     raise CheckpointError(f"{root} has no best checkpoint: a run keeps one with --eval-data and --best METRIC")
+
+
+def _is_file(which: str | Path) -> bool:
+    return Path(which).suffix == ".safetensors"
+
+
+def _index_of_file(path: Path, plan: Plan) -> dict[str, Any]:
+    """What the index of a checkpoint would say, if its tensors were in this one file.
+
+    Raises:
+        CheckpointError: it cannot be read, lacks a parameter, or holds what is not of this model.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            names, metadata = list(file.keys()), file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from None
+    step = metadata.get("step", "0")
+    if not step.isdecimal():
+        raise CheckpointError(f"{path} has {step!r} as its step, in the metadata; it must be a number")
+    ours = {p.name for p in plan.parameters}
+    index: dict[str, Any] = {"step": int(step), "seed": None, "position": {"epoch": 0, "batch": 0}, "settings": {}}
+    index |= {"parameters": {}, "optimizer": {}}
+    for name in names:
+        parameter, _, slot = name.rpartition("/")
+        if name in ours:
+            index["parameters"][name] = {"file": path.name}
+        elif parameter in ours:
+            index["optimizer"].setdefault(parameter, {})[slot] = {"file": path.name}
+        else:
+            raise CheckpointError(f"{path} belongs to another model than {plan.model}: it has {name!r}, the model has not")
+    for parameter in plan.parameters:
+        if parameter.name not in index["parameters"]:
+            raise CheckpointError(f"{path} lacks the parameter {parameter.name!r} of {plan.model}")
+    return index
 
 
 def read_index(folder: Path) -> dict[str, Any]:
