@@ -65,6 +65,7 @@ class Order(Pass):
     """
 
     name = "order"
+    optional = True
     after = ("clean-up",)
 
     def run(self, c: Compilation) -> None:

@@ -29,7 +29,7 @@ load_rules()
 DATA = Path(__file__).parent / "data"
 MODELS = DATA / "models"
 DROPOUT = DATA / "attention_dropout.legacy_train.onnx"
-FUSIONS = [step.name for step in standard() if step.optional]
+FUSIONS = [step.name for step in standard() if step.optional and step.alone]
 TARGET = TARGETS[-1].name
 
 # Real exports of both of PyTorch's exporters: what is found in them, everything on.

@@ -1,0 +1,154 @@
+"""What sessions have in memory at their peak, measured, beside what the compiler predicts.
+
+    python bench/make_models.py MODELS gpt2_12l resnet18 unet   # in an interpreter with PyTorch, transformers, onnx
+    python bench/memory.py MODELS [NAME ...] [--stages 2] [--schedule 1f1b]
+
+Each measurement is a process of its own, where sessions have no arena, and an allocation of 64 KiB or more is a mapping of its
+own, which glibc gives back at once (MALLOC_MMAP_THRESHOLD_): what resident memory grows by while a session runs is what that
+session has alive. Needs Linux and glibc. Prints for each phase, in MiB, the peak predicted and measured, in the order in which
+the nodes are built and in the compiler's (pass `order`); and as `step` what the process takes for a whole step as it is run,
+with arenas and all arrays. Exits with 1 if a peak of a training phase is off by more than 10 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+ALLOWED = 0.1
+EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000"}
+# Sizes of the named dimensions of a micro-batch, classes of the targets.
+CASES = {
+    "gpt2_12l": ({"batch": 2, "length": 128}, 50257),
+    "resnet18": ({"batch": 4}, 1000),
+    "unet": ({"batch": 4}, 8),
+}
+
+WORKER = """
+import json, sys
+import numpy as np
+import onnxruntime
+import ortc
+from ortc.runtime import stage
+
+def resident(field):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))
+
+def reset():
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+folder, batch, exact = sys.argv[1:]
+with np.load(batch) as archive:
+    arrays = dict(archive)
+peaks, run = {}, stage.Phase.run
+
+def watched(phase, *feeds):
+    before = resident("VmRSS")
+    reset()
+    made = run(phase, *feeds)
+    peaks[phase.graph.file] = max(peaks.get(phase.graph.file, 0), resident("VmHWM") - before)
+    return made
+
+if exact == "exact":
+    class Bare(onnxruntime.SessionOptions):
+        def __init__(self):
+            super().__init__()
+            self.enable_cpu_mem_arena = False
+    onnxruntime.SessionOptions = Bare
+start = resident("VmRSS")
+trainer = ortc.Trainer(folder, threads=1, restore="none")
+trainer.step(arrays)  # opens the sessions, and touches all arrays
+trainer.step(arrays)
+whole = resident("VmHWM") - start
+if exact == "exact":
+    stage.Phase.run = watched
+    trainer.step(arrays)
+print(json.dumps({"peaks": peaks, "whole": whole}))
+"""
+
+
+def batch_of(name: str, plan: object, micro_batches: int) -> dict[str, np.ndarray]:
+    """Random data and targets of a step."""
+    sizes, classes = CASES[name]
+    random = np.random.default_rng(0)
+    arrays = {}
+    for stage in plan.stages:
+        for port in (p for phase in ("train", "forward") if phase in stage.phases for p in stage.phases[phase].inputs):
+            if port.role not in ("data", "label"):
+                continue
+            shape = [d if isinstance(d, int) else sizes[d] for d in port.shape]
+            shape[0] *= micro_batches
+            integer = port.role == "label" or port.dtype == "int64"
+            made = random.integers(0, classes, shape) if integer else random.standard_normal(shape).astype(np.float32)
+            arrays.setdefault(port.of or port.name, made)
+    return arrays
+
+
+def measure(path: Path, off: list[str], stages: int, schedule: str) -> dict:
+    """Compile and measure; by phase what is predicted and measured, and the whole step."""
+    import onnx_ir as ir
+
+    from ortc.artifacts import compile
+    from ortc.passes.memory import phase_memory
+    from ortc.recipe import parse_recipe
+
+    sizes, _ = CASES[path.stem]
+    parts = 1 if stages == 1 else 2 * stages
+    divided = {} if stages == 1 else {"stages": stages, "schedule": schedule, "micro_batches": parts}
+    loss = [{"name": "cross_entropy", "options": {"axis": -1 if path.stem.startswith("gpt") else 1}}]
+    fields = {"loss": loss, "pipeline": {"sizes": sizes, **divided}, "passes": {"off": off}}
+    with tempfile.TemporaryDirectory() as folder:
+        plan = compile(path, Path(folder) / "stages", parse_recipe(fields))
+        np.savez(Path(folder) / "batch.npz", **batch_of(path.stem, plan, parts))
+        told = {}
+        for how in ("exact", "as it is run"):
+            command = [sys.executable, "-c", WORKER, f"{folder}/stages", f"{folder}/batch.npz", how]
+            environment = {**os.environ, **(EXACT if how == "exact" else {})}
+            told[how] = json.loads(
+                subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
+            )
+        files = {g.file: name for stage in plan.stages for name, g in stage.phases.items() if name != "eval"}
+        predicted = {f: phase_memory(ir.load(f"{folder}/stages/{f}").graph, sizes).peak for f in files}
+    return {"predicted": predicted, "measured": told["exact"]["peaks"], "step": told["as it is run"]["whole"]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="*", default=list(CASES))
+    parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--schedule", default="1f1b")
+    args = parser.parse_args()
+    right = True
+    print(f"{'':>32} {'as built':^28} {'ordered':^28}")
+    print(f"{'model':>10} {'phase':>21} " + f"{'predicted':>10} {'measured':>10} {'ratio':>6} " * 2 + f"{'memory':>7}")
+    for name in args.names:
+        built, ordered = (measure(args.folder / f"{name}.onnx", off, args.stages, args.schedule) for off in (["order"], []))
+        for file in ordered["predicted"]:
+            line = f"{name:>10} {file.removesuffix('.onnx').removeprefix('stage-'):>21} "
+            for row in (built, ordered):
+                ratio = row["predicted"][file] / row["measured"][file]
+                line += f"{_mib(row['predicted'][file]):>10} {_mib(row['measured'][file]):>10} {ratio:>6.2f} "
+                right &= abs(ratio - 1) <= ALLOWED or "optimizer" in file
+            print(line + f"{ordered['measured'][file] / built['measured'][file]:>7.2f}", flush=True)
+        print(
+            f"{name:>10} {'step':>21} {'':>10} {_mib(built['step']):>10} {'':>6} {'':>10} {_mib(ordered['step']):>10}",
+            flush=True,
+        )
+    return int(not right)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
