@@ -150,126 +150,88 @@ def _same_size(a: ir.Value, b: ir.Value) -> bool:
 
 
 def low_peak_order(graph: ir.Graph, sizes: Sizes, memory: Memory) -> list[ir.Node]:
-    """The nodes in an order that needs little memory: the graph's own, if no other that is tried has a lower peak.
+    """The nodes in an order that needs little memory: a list schedule, or the graph's own order if its peak is no higher.
 
-    Tried are list schedules, which take one ready node after the other: (1) that which adds the fewest bytes to what is in
-    use; (2) one that adds none, as soon as there is one, else the next of the graph's own order; (3) as (1), but from the end:
-    there a node is ready when all its readers are placed, and takes away what it makes and adds what it reads, so that
-    everything is made as late as can be. The best order is NP-hard to find (Sethi 1975). O(n log n); the same in any process.
+    Of the nodes that are ready, the schedule takes the one that gives back the most bytes, if any adds none to what is in use
+    (so gradients of weights come as soon as they can); else the next in the graph's own order. The best order is NP-hard to
+    find (Sethi 1975); other lists (always the least added; from the end, everything as late as can be) were no better on any
+    real model. O(n log n); the same in any process.
 
     Args:
         graph, sizes, memory: as for :func:`liveness`.
     """
     nodes = list(graph)
-    task = _Task(nodes, set(graph.outputs), sizes, memory)
-    orders = [
-        nodes,
-        task.forwards(lambda added, i: (added, i)),
-        task.forwards(lambda added, i: (added, i) if added <= 0 else (1, i)),
-        task.backwards(),
-    ]
-    return min(orders, key=lambda order: liveness(graph, sizes, memory, order).peak)
+    scheduled = _Schedule(nodes, set(graph.outputs), sizes, memory).run()
+    return min((nodes, scheduled), key=lambda order: liveness(graph, sizes, memory, order).peak)
 
 
-class _Task:
-    """What there is to schedule, by position: of nodes, and of buffers, which are values together with their views."""
+class _Schedule:
+    """A list schedule, by position: of nodes, and of buffers, which are values together with their views."""
 
     def __init__(self, nodes: Sequence[ir.Node], kept: Collection[ir.Value], sizes: Sizes, memory: Memory) -> None:
         at = {node: i for i, node in enumerate(nodes)}
-        self.nodes = nodes
-        self.size: list[int] = []
-        self.kept: list[bool] = []
-        self.readers: list[list[int]] = []
-        self.makes: list[list[int]] = []
-        self.reads: list[list[int]] = []
-        self.before: list[list[int]] = []
-        self.after: list[list[int]] = [[] for _ in nodes]
+        self._nodes = nodes
+        self._size: list[int] = []
+        self._left: list[int] = []  # readers of each buffer that are still to come
+        self._rest: list[int] = []  # the sum of their positions: with one left, that one's
+        self._makes: list[list[int]] = []
+        self._reads: list[list[int]] = []
+        self._missing: list[int] = []
+        self._after: list[list[int]] = [[] for _ in nodes]
         buffer: dict[ir.Value, int] = {}
         for i, node in enumerate(nodes):
             values = dict.fromkeys(read_by(node))
-            ahead = [v.producer() for v in values]
-            self.before.append(list(dict.fromkeys(at[p] for p in ahead if p in at)))
-            for p in self.before[i]:
-                self.after[p].append(i)
-            self.reads.append(list(dict.fromkeys(buffer[v] for v in values if v in buffer)))
-            for b in self.reads[i]:
-                self.readers[b].append(i)
-            self.makes.append([])
+            before = dict.fromkeys(at[p] for v in values if (p := v.producer()) in at)
+            self._missing.append(len(before))
+            for p in before:
+                self._after[p].append(i)
+            self._reads.append(list(dict.fromkeys(buffer[v] for v in values if v in buffer)))
+            for b in self._reads[i]:
+                self._left[b] += 1
+                self._rest[b] += i
+            self._makes.append([])
             viewed = {o: v for j, o in memory(node).views if (v := _input(node, j)) is not None}
             for position, value in enumerate(node.outputs):
                 source = None if value in kept else viewed.get(position)
                 if source is None:
-                    buffer[value] = len(self.size)
-                    self.makes[i].append(len(self.size))
-                    self.size.append(sizes.get(value, 0))
-                    self.kept.append(value in kept)
-                    self.readers.append([])
+                    buffer[value] = len(self._size)
+                    self._makes[i].append(len(self._size))
+                    self._size.append(sizes.get(value, 0))
+                    self._left.append(int(value in kept))  # one more reader, that never comes
+                    self._rest.append(0)
                 elif source in buffer:
                     buffer[value] = buffer[source]
 
-    def forwards(self, rank: Callable[[int, int], tuple[int, int]]) -> list[ir.Node]:
-        """One ready node after the other, the one of the lowest rank: of the bytes that it adds, and its position."""
-        left = [len(readers) for readers in self.readers]
-        rest = [sum(readers) for readers in self.readers]  # with one reader left, the position of that
-
-        def added(i: int) -> int:
-            made = sum(self.size[b] for b in self.makes[i] if self.readers[b] or self.kept[b])
-            return made - sum(self.size[b] for b in self.reads[i] if left[b] == 1 and not self.kept[b])
-
-        def place(i: int) -> Iterator[int]:
-            for b in self.reads[i]:
-                left[b] -= 1
-                rest[b] -= i
-                if left[b] == 1:
-                    yield rest[b]
-
-        return self._one_by_one(self.before, self.after, lambda i: rank(added(i), i), place)
-
-    def backwards(self) -> list[ir.Node]:
-        """From the end: one node after the other whose readers are placed, the one that adds the fewest bytes before it."""
-        used = list(self.kept)
-
-        def added(i: int) -> int:
-            read = sum(self.size[b] for b in self.reads[i] if not used[b])
-            return read - sum(self.size[b] for b in self.makes[i] if used[b])
-
-        def place(i: int) -> Iterator[int]:
-            for b in self.reads[i]:
-                if not used[b]:
-                    used[b] = True
-                    yield from self.readers[b]
-
-        return self._one_by_one(self.after, self.before, lambda i: (added(i), -i), place)[::-1]
-
-    def _one_by_one(
-        self,
-        ahead: Sequence[Sequence[int]],
-        behind: Sequence[Sequence[int]],
-        rank: Callable[[int], tuple[int, int]],
-        place: Callable[[int], Iterator[int]],
-    ) -> list[ir.Node]:
-        """A list schedule.
-
-        Args:
-            ahead, behind: the nodes that must be placed before each, and after it.
-            rank: of a node, as things are; the lowest comes first.
-            place: takes note that a node is placed; yields the nodes whose rank this lowers.
-        """
-        missing = [len(others) for others in ahead]
-        ready = [(rank(i), i) for i, count in enumerate(missing) if count == 0]
+    def run(self) -> list[ir.Node]:
+        """The nodes in order."""
+        ready = [(self._rank(i), i) for i, missing in enumerate(self._missing) if missing == 0]
         heapq.heapify(ready)
         order: dict[int, None] = {}
         while ready:
             was, i = heapq.heappop(ready)
             if i in order:
                 continue
-            if (now := rank(i)) != was:
+            if (now := self._rank(i)) != was:
                 heapq.heappush(ready, (now, i))
                 continue
             order[i] = None
-            lowered = [j for j in place(i) if missing[j] == 0 and j not in order]
-            for j in behind[i]:
-                missing[j] -= 1
-            for j in dict.fromkeys([*lowered, *(j for j in behind[i] if missing[j] == 0)]):
-                heapq.heappush(ready, (rank(j), j))
-        return [self.nodes[i] for i in order]
+            for j in self._place(i):
+                if self._missing[j] == 0 and j not in order:
+                    heapq.heappush(ready, (self._rank(j), j))
+        return [self._nodes[i] for i in order]
+
+    def _rank(self, i: int) -> tuple[int, int]:
+        added = sum(self._size[b] for b in self._makes[i] if self._left[b])
+        added -= sum(self._size[b] for b in self._reads[i] if self._left[b] == 1)
+        return (added, i) if added <= 0 else (1, i)
+
+    def _place(self, i: int) -> Iterator[int]:
+        """Note that a node is placed; the nodes that this makes ready, or to which it leaves the last reading of a buffer."""
+        for b in self._reads[i]:
+            self._left[b] -= 1
+            self._rest[b] -= i
+            if self._left[b] == 1:
+                yield self._rest[b]
+        for j in self._after[i]:
+            self._missing[j] -= 1
+            yield j
