@@ -281,7 +281,9 @@ def _held_by_stage(c: Compilation) -> list[set[str]]:
 def write_stage(c: Compilation, folder: Path, index: int, held: set[str]) -> Stage:
     """One stage's graphs."""
     (folder / f"stage-{index}").mkdir()
-    phases = {p: write_graph(m, folder, f"stage-{index}/{p}.onnx") for p, m in in_order(c.stages[index])}
+    files = {p: write_graph(m, folder, f"stage-{index}/{p}.onnx") for p, m in in_order(c.stages[index])}
+    memory = c.memory[index] if c.memory else {}
+    phases = {p: file.model_copy(update={"memory": memory.get(p)}) for p, file in files.items()}
     return Stage(
         index=index,
         parameters=[p.name for p in c.parameters if p.name in held],

@@ -79,8 +79,28 @@ def inspect_folder(folder: Path, timeline: Path | None = None, schedule_file: Pa
     for stage in plan.stages:
         if stage.recomputed is not None and stage.recomputed.nodes:
             console.print(f"stage {stage.index} runs again: {', '.join(stage.recomputed.nodes)}", markup=False)
+    print(*memory_lines(plan), sep="\n")
     if len(plan.stages) > 1:
         _print_pipeline(plan, timeline, schedule_file)
+
+
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+def memory_lines(plan: Plan) -> list[str]:
+    """What each training session is predicted to have in memory, node by node, and which values are the largest at the peak."""
+    lines = []
+    for stage in plan.stages:
+        for name, graph in stage.phases.items():
+            if graph.memory is None or name == "eval" or name.startswith("optimizer"):
+                continue
+            where = f"stage {stage.index} {name}" if len(plan.stages) > 1 else name
+            peak = graph.memory.peak_bytes
+            bars = "".join(_BARS[-(-(len(_BARS) - 1) * size // max(peak, 1))] for size in graph.memory.live)
+            values = ", ".join(f"{value} {format_bytes(size)}" for value, size in graph.memory.largest.items())
+            lines += [f"  {where}: {format_bytes(peak)} at {graph.memory.node}", f"    |{bars}|", f"    {values or '-'}"]
+    sizes = "of one micro-batch, predicted: what a session has alive over its nodes beside weights, gradients and inputs"
+    return [f"memory {sizes}; the largest at the peak:", *lines] if lines else []
 
 
 def _print_pipeline(plan: Plan, timeline: Path | None, schedule_file: Path | None) -> None:

@@ -72,11 +72,21 @@ class File(_Table):
         return value
 
 
+class PhaseMemory(_Table):
+    """What a session has alive, predicted for one micro-batch of the sizes that the compiler was told."""
+
+    peak_bytes: int
+    node: str = Field(description="which runs at the peak")
+    largest: dict[str, int] = Field(description="bytes of the largest values there, the largest first")
+    live: list[int] = Field(description="bytes over the nodes in their order; the most of each of so many equal stretches")
+
+
 class GraphFile(File):
     """One ONNX file: a phase, or the template of the export."""
 
     inputs: list[Port]
     outputs: list[Port]
+    memory: PhaseMemory | None = Field(None, description="of a phase: what its session needs beside what is bound to it")
 
 
 class ParameterInfo(_Table):

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from ortc import page
 from ortc.compiler import Pass, paused_gc
 from ortc.errors import OrtcError, RecipeError
-from ortc.graph.liveness import Liveness, liveness
+from ortc.graph.liveness import Liveness
 from ortc.inspection import format_bytes, schedule_name
 from ortc.page import Html, Series, Span, tag
 from ortc.plan import Plan, load_plan
@@ -292,9 +292,9 @@ def _picture(name: str, rows: Mapping[int, Sequence[Span]]) -> Html:
 
 
 def _memory(phases: Sequence[_Phase], assumed: str) -> Html:
-    from ortc.passes.memory import node_memory, value_bytes
+    from ortc.passes.memory import phase_memory
 
-    found = [(p, liveness(p.graph, value_bytes(p.graph, p.shapes), node_memory)) for p in phases]
+    found = [(p, phase_memory(p.graph, p.shapes)) for p in phases]
     found = [(p, live) for p, live in found if live.peak]
     if not found:
         return Html("")

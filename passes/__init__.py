@@ -20,7 +20,7 @@ from ortc.passes.fusion import (
 from ortc.passes.gelu import FuseGelu
 from ortc.passes.lora import AddAdapters
 from ortc.passes.loss import AttachLoss
-from ortc.passes.memory import Order
+from ortc.passes.memory import Order, PredictMemory
 from ortc.passes.on_device import OnDevice
 from ortc.passes.optimizer import BuildOptimizer
 from ortc.passes.parameters import ChooseParameters, DecideTraining
@@ -64,8 +64,9 @@ def standard() -> list[Pass]:
         BuildOptimizer(),
         Lower(),
         CleanUp(),
-        Order(),
         Recompute(),
+        Order(),
         SplitPhases(),
+        PredictMemory(),
         OnDevice(),
     ]

@@ -111,6 +111,43 @@ def concrete_sizes(graph: ir.Graph, binding: Mapping[str, int], default: int = 1
     return Shapes({v: tuple(_size(x, binding, default) for x in d) for v, d in {**sizes, **found}.items()})
 
 
+def named_sizes(graph: ir.Graph, shapes: Shapes) -> dict[str, int]:
+    """The size of every symbolic dimension of a graph, by its name."""
+    sizes: dict[str, int] = {}
+    for value in _values(graph):
+        for dim, size in zip(dims(value) or (), shapes.of(value), strict=False):
+            if isinstance(dim, str):
+                sizes.setdefault(dim, size)
+    return sizes
+
+
+def learned_sizes(graph: ir.Graph, names: dict[str, int]) -> Shapes:
+    """As :func:`concrete_sizes`, but quick where all names are known; those that are not become so.
+
+    Args:
+        graph: a graph with types and shapes.
+        names: size of each symbolic dimension, by name; what is learned is added.
+    """
+    known = {v: d for v in _values(graph) if (d := dims(v)) is not None}
+    if not all(_follows(d, names) for d in dict.fromkeys(d for sizes in known.values() for d in sizes)):
+        shapes = concrete_sizes(graph, names)
+        names.update({n: size for n, size in named_sizes(graph, shapes).items() if n not in names})
+        return shapes
+    return Shapes({v: tuple(_size(d, names, 1) for d in sizes) for v, sizes in known.items()})
+
+
+def _follows(dimension: int | str | None, names: Mapping[str, int]) -> bool:
+    """Whether a dimension's size is known from those of named ones."""
+    if not isinstance(dimension, str):
+        return dimension is not None
+    if dimension in names:
+        return True
+    try:
+        return all(name in names for name in ir.SymbolicDim(dimension).free_symbols())
+    except ValueError:
+        return False
+
+
 def _values(graph: ir.Graph) -> list[ir.Value]:
     return [
         v for g in all_graphs(graph) for v in [*g.inputs, *g.initializers.values(), *(o for node in g for o in node.outputs)]

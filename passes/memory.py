@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from ortc.compiler import Compilation, Pass, of, role
 from ortc.graph.liveness import Liveness, NodeMemory, liveness, low_peak_order
-from ortc.passes.costs import Shapes, concrete_sizes
+from ortc.passes.costs import Shapes, learned_sizes
 from ortc.passes.stages import assumed_sizes
+from ortc.plan import PhaseMemory
 from ortc.rules import OpKey, node_key, op_key
 
 
@@ -49,12 +49,12 @@ def value_bytes(graph: ir.Graph, shapes: Shapes) -> dict[ir.Value, int]:
     return {v: shapes.bytes(v) for g in graphs for node in g for v in node.outputs if v not in bound}
 
 
-def phase_memory(graph: ir.Graph, binding: Mapping[str, int]) -> Liveness:
-    """Live bytes of a phase's session, with these sizes of the symbolic dimensions.
+def phase_memory(graph: ir.Graph, shapes: Shapes) -> Liveness:
+    """Live bytes of a phase's session, beside inputs and bound outputs.
 
-    So it is in training, where the nodes are as they are written; an evaluation may take less, for ONNX Runtime fuses nodes.
+    So it is in training, where the nodes run as they are written; an evaluation may take less, for ONNX Runtime fuses nodes.
     """
-    return liveness(graph, value_bytes(graph, concrete_sizes(graph, binding)), node_memory)
+    return liveness(graph, value_bytes(graph, shapes), node_memory)
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,44 @@ class Order(Pass):
     after = ("clean-up",)
 
     def run(self, c: Compilation) -> None:
-        binding = assumed_sizes(c)
-        for phases in c.stages:
+        c.sizes = assumed_sizes(c)
+        for stage, phases in enumerate(c.stages):
             for name, model in phases.items():
-                if not name.startswith("optimizer"):
-                    graph = model.graph
-                    sizes = value_bytes(graph, concrete_sizes(graph, binding))
-                    graph.extend(low_peak_order(graph, sizes, node_memory))
+                if name.startswith("optimizer"):
+                    continue
+                graph = model.graph
+                sizes = value_bytes(graph, learned_sizes(graph, c.sizes))
+                before = liveness(graph, sizes, node_memory).peak
+                graph.extend(low_peak_order(graph, sizes, node_memory))
+                again = c.recomputed.get(stage)
+                if again is not None and name == "train":
+                    less = before - liveness(graph, sizes, node_memory).peak
+                    c.recomputed[stage] = again.model_copy(update={"memory_after": again.memory_after - less})
+
+
+_LARGEST, _STRETCHES = 8, 64  # what the plan tells of a phase
+
+
+@dataclass(frozen=True)
+class PredictMemory(Pass):
+    """Predicts what the session of every phase has in memory."""
+
+    name = "memory"
+    after = ("phases",)
+
+    def run(self, c: Compilation) -> None:
+        c.sizes = assumed_sizes(c)
+        for phases in c.stages:
+            c.memory.append({name: _told(m.graph, learned_sizes(m.graph, c.sizes)) for name, m in phases.items()})
+
+
+def _told(graph: ir.Graph, shapes: Shapes) -> PhaseMemory:
+    found = phase_memory(graph, shapes)
+    names = [node.name or node.op_type for node in graph]
+    stretch = -(-len(names) // _STRETCHES) or 1
+    return PhaseMemory(
+        peak_bytes=found.peak,
+        node=names[found.at] if names else "",
+        largest={value.name or "": size for value, size in found.alive[:_LARGEST]},
+        live=[max(found.live[i : i + stretch]) for i in range(0, len(names), stretch)],
+    )

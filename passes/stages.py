@@ -14,7 +14,7 @@ from ortc.graph.cut import carve, cut, needed, read_by
 from ortc.graph.partition import StageRow, amount
 from ortc.graph.shapes import dims
 from ortc.passes.boundary import part_row
-from ortc.passes.costs import LINK_BANDWIDTH, concrete_sizes
+from ortc.passes.costs import LINK_BANDWIDTH, concrete_sizes, named_sizes
 from ortc.passes.footprint import footprint, settled
 from ortc.passes.optimizer import state_slots
 from ortc.passes.partition import PartitionOptions, assign_stages
@@ -52,7 +52,8 @@ class CutStages(Pass):
             places[node.name or ""] = tuple(sorted(found.duplicated.get(node, {stage})))
         c.costs = [_costs(row, count) for row, count in zip(found.table, in_flight(schedule), strict=True)]
         c.stages = [{} for _ in range(pipeline.stages)]
-        c.sizes = _all_sizes(c)
+        sizes = assumed_sizes(c)
+        c.sizes = {**named_sizes(c.graph, concrete_sizes(c.graph, sizes)), **sizes}  # a stage's inputs may have any of them
         _cut_into(c, "train", c.model, places)
         _cut_into(c, "eval", evaluation, _by_inputs(evaluation.graph, places))
         check(schedule, _edges(c))
@@ -117,18 +118,6 @@ def assumed_sizes(c: Compilation) -> dict[str, int]:
         known = ", ".join(sorted(names)) or "none"
         raise RecipeError(f"pipeline.sizes: no input has a dimension {unknown[0]!r}; there are {known}")
     return {**sizes, **c.recipe.pipeline.sizes}
-
-
-def _all_sizes(c: Compilation) -> dict[str, int]:
-    """The sizes of every symbolic dimension of the whole graph, also of those that no input has: a stage's inputs may."""
-    sizes = assumed_sizes(c)
-    shapes = concrete_sizes(c.graph, sizes)
-    for value in (v for node in c.graph for v in node.outputs):
-        named = dims(value) or ()
-        for name, size in zip(named, shapes.of(value), strict=False) if any(isinstance(d, str) for d in named) else ():
-            if isinstance(name, str):
-                sizes.setdefault(name, size)
-    return sizes
 
 
 def _costs(row: StageRow, in_flight: int) -> StageCosts:

@@ -25,7 +25,7 @@ from ortc.plan import Plan
 from ortc.recipe import parse_recipe
 from ortc.runtime import checkpoint
 from ortc.runtime.run import run
-from ortc.runtime.stage import Stage, view
+from ortc.runtime.worker import schedule_of
 
 pytestmark = pytest.mark.ranks
 
@@ -480,35 +480,6 @@ def test_an_input_that_has_no_samples_goes_to_every_micro_batch(layout: str, tmp
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def held_at_most(trainer: Trainer, batch: Batch) -> dict[int, int]:
-    """The most bytes that each stage holds in a step: weights, gradients, states, what it keeps for the backward, and what
-    has just arrived or is about to leave. Memory that several of them share counts once."""
-    peaks: dict[int, int] = {}
-
-    def watched(stage: Stage, name: str) -> None:
-        run = getattr(stage, name)
-        static = [*stage.values.values(), *stage.gradients.values(), *stage.states.values()]
-
-        def counting(*arguments: Any, **options: Any) -> Any:
-            arrived = next(a for a in arguments if isinstance(a, dict))
-            before = [v for kept in stage._kept.values() for v in kept.values()]
-            made = run(*arguments, **options)
-            after = [v for kept in stage._kept.values() for v in kept.values()]
-            arrays = [v if isinstance(v, np.ndarray) else view(v) for v in [*before, *after, *arrived.values(), *made.values()]]
-            held = {a.ctypes.data: a.nbytes for a in [*static, *arrays]}
-            peaks[stage.stage.index] = max(peaks.get(stage.stage.index, 0), sum(held.values()))
-            return made
-
-        setattr(stage, name, counting)
-
-    for worker in trainer._team.workers:
-        for stage in worker.stages.values():
-            watched(stage, "forward")
-            watched(stage, "backward")
-    trainer.step(batch)
-    return peaks
-
-
 def sizes_of(model: Path, batch: Batch, micro_batches: int) -> dict[str, int]:
     """The symbolic dimensions of a model's inputs, as a micro-batch has them."""
     sizes = {}
@@ -530,10 +501,15 @@ def test_stages_hold_what_the_plan_predicts(name: str, layout: str, tmp_path: Pa
     pipeline = {**LAYOUTS[layout], "sizes": sizes_of(model, batch, LAYOUTS[layout]["micro_batches"])}
     plan = compiled(model, tmp_path / "o", pipeline, loss=[task.loss], optimizer={"name": "adamw"})
     with Trainer(tmp_path / "o", threads=1) as trainer:
-        found = held_at_most(trainer, batch)
-    for stage in plan.stages:
-        assert stage.costs is not None
-        assert found[stage.index] == pytest.approx(stage.costs.memory_bytes, rel=0.15), (found, [s.costs for s in plan.stages])
+        trainer.record()
+        trainer.step(batch)
+        profile = trainer.recorded()
+    assert profile is not None
+    costs = [stage.costs for stage in plan.stages]
+    for rank in profile.ranks:
+        held = sum(c.memory_bytes for c, r in zip(costs, schedule_of(plan, 1).stage_rank, strict=True) if r == rank["rank"])
+        assert rank["predicted_tensor_bytes"] == held
+        assert rank["tensor_bytes"] == pytest.approx(held, rel=0.15), (rank, costs)
 
 
 # ---- a model of fixed batch size -------------------------------------------------------------------------------------

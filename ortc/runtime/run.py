@@ -322,6 +322,8 @@ class _Loop:
         metrics.write(step=self.trainer.step_number, ranks=step.ranks, time=time.time())
         idle = sum(rank["bubble"] for rank in step.ranks) / len(step.ranks)
         show.line(f"step {self.trainer.step_number}: the ranks idle {idle:.1%}; {path}: open it in ui.perfetto.dev")
+        for rank in step.ranks:
+            show.line(memory_line(rank))
 
     def _check_batch_size(self) -> None:
         fixed = self.trainer.inputs.fixed_batch_size()
@@ -423,6 +425,21 @@ class _Loop:
             told = self.trainer.share({name: a.tolist() for name, a in sums.items()} or None)
             sums = {name: np.array(numbers) for name, numbers in told.items()}
         return {"loss": total / samples, **{m.name: m.value(sums[m.name]) for m in self.metrics}}
+
+
+def memory_line(rank: Mapping[str, Any]) -> str:
+    """What a rank of a profile had in memory, measured, beside what was predicted."""
+
+    def mib(key: str) -> str:
+        return f"{rank[key] / 2**20:,.1f} MiB"
+
+    def predicted(key: str) -> str:
+        return f" (predicted {mib(key)})" if key in rank else ""
+
+    line = f"rank {rank['rank']}: tensors {mib('tensor_bytes')}{predicted('predicted_tensor_bytes')}"
+    if "predicted_session_bytes" in rank:
+        line += f", in a session {mib('predicted_session_bytes')} more predicted"
+    return f"{line}; its process at most {mib('resident_bytes')}" if rank["resident_bytes"] else line
 
 
 def _due(result: StepResult, every: int | None, end_of_epoch: bool) -> bool:

@@ -298,6 +298,7 @@ class Stage:
         loss: summed over the micro-batches; 0 but on the last stage.
         fetch: names of values that each step keeps in ``fetched``, by name and micro-batch.
         buffers: the buffers as the micro-batches have changed them; :meth:`update` makes them the values.
+        most_bytes: the most bytes of the stage's own tensors at once since it was set to 0, static ones too; None: not counted.
     """
 
     def __init__(
@@ -333,6 +334,7 @@ class Stage:
         self.input_gradients: dict[str, dict[int, np.ndarray]] = {}
         self.loss = 0.0
         self.loss_scale = 1.0
+        self.most_bytes: int | None = None
         forward = stage.phases.get("train") or stage.phases.get("forward")
         changed = [key(p) for p in forward.outputs if p.role == "buffer"] if forward else []
         self.buffers = {name: self.values[name].copy() for name in changed}
@@ -385,6 +387,7 @@ class Stage:
                 leaving[key(port)] = value
             if port.name in self._keep:
                 kept[port.name] = value
+        self._count([*arrived.values(), *leaving.values()])
         return leaving
 
     def backward(
@@ -413,11 +416,23 @@ class Stage:
                     self.input_gradients.setdefault(key(port), {})[part.index] = made.numpy()
                 if port.name in self._keep:
                     kept[port.name] = made
+        self._count([*arrived.values(), *leaving.values()])
         if last:
             self._kept.pop(part.index, None)
         elif name == "backward_input":
             self._kept[part.index] = {k: v for k, v in kept.items() if k in self._keep_for_weights}
         return leaving
+
+    def _count(self, passing: Sequence[Feed]) -> None:
+        """Note what the stage holds: weights, gradients, states, what is kept, and what has arrived or is about to leave.
+
+        Memory that several of them share counts once.
+        """
+        if self.most_bytes is not None:
+            kept = [v for values in self._kept.values() for v in values.values()]
+            loose = [v if isinstance(v, np.ndarray) else view(v) for v in [*kept, *passing]]
+            arrays = [*self.values.values(), *self.gradients.values(), *self.states.values(), *loose]
+            self.most_bytes = max(self.most_bytes, sum({a.ctypes.data: a.nbytes for a in arrays}.values()))
 
     def kept_bytes(self, micro_batch: int) -> int:
         """Bytes that are held for the backward of a micro-batch."""
