@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from ortc.compiler import Compilation, Pass, of, role
-from ortc.graph.liveness import Liveness, NodeMemory, liveness, low_peak_order
+from ortc.graph.liveness import Liveness, Memory, NodeMemory, liveness, low_peak_order
 from ortc.passes.costs import Shapes, learned_sizes
 from ortc.passes.stages import assumed_sizes
 from ortc.plan import PhaseMemory
@@ -27,14 +29,60 @@ _IN_PLACE = frozenset(
 )
 
 
-def node_memory(node: ir.Node) -> NodeMemory:
-    """What is known of a node."""
+# ---- what kernels take for themselves: elements ------------------------------------------------------------------------
+
+
+def _columns(node: ir.Node, shapes: Shapes) -> int:
+    """One image as columns (im2col): (C/group)·kernel·positions; of dY, X, W [M, C/group, kernel…]."""
+    gradient, _, weight = map(shapes.of, node.inputs[:3])  # type: ignore[arg-type]
+    return math.prod(weight[1:]) * math.prod(gradient[2:])
+
+
+def _columns_back(node: ir.Node, shapes: Shapes) -> int:
+    """One image's columns: (M/group)·kernel·positions; of X, W [C, M/group, kernel…]."""
+    image, weight = map(shapes.of, node.inputs[:2])  # type: ignore[arg-type]
+    return math.prod(weight[1:]) * math.prod(image[2:])
+
+
+def _partial_sum(node: ir.Node, shapes: Shapes) -> int:
+    """Of three terms and more."""
+    return shapes.elements(node.outputs[0]) if len(node.inputs) > 2 else 0
+
+
+def _both_choices(node: ir.Node, shapes: Shapes) -> int:
+    """Each operand, spread over the condition."""
+    condition, *operands = (() if v is None else shapes.of(v) for v in node.inputs)
+    return sum(max(math.prod(condition), math.prod(operand)) for operand in operands)
+
+
+def _last_axis_first(node: ir.Node, shapes: Shapes) -> int:
+    """Input and output with the axis last, where it is not."""
+    sizes = shapes.of(node.outputs[0])
+    axis = node.attributes.get_int("axis", -1)
+    return 0 if axis in (-1, len(sizes) - 1) else 2 * math.prod(sizes)
+
+
+_SCRATCH: dict[OpKey, Callable[[ir.Node, Shapes], int]] = {
+    ("com.microsoft", "ConvGrad"): _columns,
+    ("", "ConvTranspose"): _columns_back,
+    ("", "Sum"): _partial_sum,
+    ("", "Where"): _both_choices,
+    **dict.fromkeys(_keys("Softmax LogSoftmax"), _last_axis_first),
+}
+
+
+def node_memory(node: ir.Node, shapes: Shapes | None = None) -> NodeMemory:
+    """What is known of a node; its scratch only where the shapes are."""
     key = node_key(node)
-    if key in _VIEWS:
-        return NodeMemory(views=((0, 0),))
-    if key in _IN_PLACE:
-        return NodeMemory(in_place=((0, 0),))
-    return NodeMemory()
+    elements = 0 if shapes is None or key not in _SCRATCH else _SCRATCH[key](node, shapes)
+    scratch = elements * (node.outputs[0].dtype or ir.DataType.FLOAT).itemsize
+    views = ((0, 0),) if key in _VIEWS else ()
+    return NodeMemory(views=views, in_place=((0, 0),) if key in _IN_PLACE else (), scratch=math.ceil(scratch))
+
+
+def kernels(shapes: Shapes) -> Memory:
+    """What is known of every node of a graph with these sizes."""
+    return lambda node: node_memory(node, shapes)
 
 
 # Outputs that the runtime binds to arrays of its own.
@@ -54,7 +102,7 @@ def phase_memory(graph: ir.Graph, shapes: Shapes) -> Liveness:
 
     So it is in training, where the nodes run as they are written; an evaluation may take less, for ONNX Runtime fuses nodes.
     """
-    return liveness(graph, value_bytes(graph, shapes), node_memory)
+    return liveness(graph, value_bytes(graph, shapes), kernels(shapes))
 
 
 @dataclass(frozen=True)
@@ -75,12 +123,12 @@ class Order(Pass):
                 if name.startswith("optimizer"):
                     continue
                 graph = model.graph
-                sizes = value_bytes(graph, learned_sizes(graph, c.sizes))
-                before = liveness(graph, sizes, node_memory).peak
-                graph.extend(low_peak_order(graph, sizes, node_memory))
+                shapes = learned_sizes(graph, c.sizes)
+                before = phase_memory(graph, shapes).peak
+                graph.extend(low_peak_order(graph, value_bytes(graph, shapes), kernels(shapes)))
                 again = c.recomputed.get(stage)
                 if again is not None and name == "train":
-                    less = before - liveness(graph, sizes, node_memory).peak
+                    less = before - phase_memory(graph, shapes).peak
                     c.recomputed[stage] = again.model_copy(update={"memory_after": again.memory_after - less})
 
 

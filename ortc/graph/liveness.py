@@ -183,8 +183,8 @@ class _Schedule:
             values = dict.fromkeys(read_by(node))
             before = dict.fromkeys(at[p] for v in values if (p := v.producer()) in at)
             self._missing.append(len(before))
-            for p in before:
-                self._after[p].append(i)
+            for j in before:
+                self._after[j].append(i)
             self._reads.append(list(dict.fromkeys(buffer[v] for v in values if v in buffer)))
             for b in self._reads[i]:
                 self._left[b] += 1
