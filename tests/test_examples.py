@@ -2,10 +2,10 @@
 
 They fetch packages of Node (some 500 MB) where these are not there yet, so they run with ``-m slow`` only.
 
-Losses and weights are compared within float32 rounding. All sides run the same graphs, in builds of ONNX Runtime that differ in
-version, processor features and number of threads, hence in the order of their sums. Measured over 50 steps: 7e-7 of a loss, 3e-6
-of a tensor's norm. A loop that gets one thing wrong (the counters of dropout in a single step, running statistics, the factor of
-the clipping, the optimizer's step or states, the warm-up) is off by a tenth of either, or more.
+Losses and weights are compared within float32 rounding. All sides run the same graphs, in builds of ONNX Runtime that differ
+in version, processor features and number of threads, hence in the order of their sums. Measured over 50 steps: 7e-7 of a loss,
+3e-6 of a tensor's norm. A loop that gets one thing wrong (the counters of dropout in a single step, running statistics, the
+factor of the clipping, the optimizer's step or states, the warm-up) is off by a tenth of either, or more.
 """
 
 from __future__ import annotations
