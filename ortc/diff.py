@@ -18,8 +18,8 @@ import onnx_ir as ir
 
 from ortc.compiler import paused_gc
 from ortc.errors import CheckpointError, OrtcError
-from ortc.match import Matching, attribute_key, match_graphs
 from ortc.graph.shapes import dims, type_name
+from ortc.match import Matching, attribute_key, match_graphs
 from ortc.plan import GraphFile, Plan, load_plan
 from ortc.source import load_model, read_model, read_safetensors_header
 
