@@ -66,6 +66,32 @@ def resnet18() -> nn.Module:
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000))
 
 
+class UNet(nn.Module):
+    """Ronneberger et al. 2015, arXiv:1505.04597, with batch norm: three levels, two convolutions each."""
+
+    def __init__(self, channels: tuple[int, ...] = (32, 64, 128, 256), classes: int = 8):
+        super().__init__()
+        self.down = nn.ModuleList(self.double(a, b) for a, b in zip((3, *channels), channels, strict=False))
+        pairs = list(zip(channels[::-1], channels[-2::-1], strict=False))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, 2) for a, b in pairs)
+        self.merge = nn.ModuleList(self.double(2 * b, b) for _, b in pairs)
+        self.head = nn.Conv2d(channels[0], classes, 1)
+
+    @staticmethod
+    def double(a: int, b: int) -> nn.Module:
+        convolutions = ((nn.Conv2d(c, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU()) for c in (a, b))
+        return nn.Sequential(*(layer for layers in convolutions for layer in layers))
+
+    def forward(self, x):
+        skips = []
+        for i, block in enumerate(self.down):
+            x = block(x if i == 0 else functional.max_pool2d(x, 2))
+            skips.append(x)
+        for up, merge, skip in zip(self.up, self.merge, skips[-2::-1], strict=True):
+            x = merge(torch.cat([skip, up(x)], 1))
+        return self.head(x)
+
+
 class Logits(nn.Module):
     """A transformer whose only output is its logits."""
 
@@ -118,6 +144,7 @@ CASES = {
     "mlp": Case(mlp, lambda: torch.randn(2, 784)),
     "lenet": Case(lenet, lambda: torch.randn(2, 1, 28, 28)),
     "resnet18": Case(resnet18, lambda: torch.randn(2, 3, 224, 224)),
+    "unet": Case(UNet, lambda: torch.randn(2, 3, 128, 128)),
     "bert_mini": Case(bert_mini, text(32), "input_ids"),
     "gpt2_4l": Case(lambda: gpt2(4), text(32), "input_ids"),
     "gpt2_12l": Case(lambda: gpt2(12), text(32), "input_ids"),

@@ -10,26 +10,35 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
 from ortc import __version__
 from ortc.boundary import Connection, Part, stage_prefix
-from ortc.compiler import OF, SLOT, Compilation, of, paused_gc, role, run_passes, stages_of
+from ortc.compiler import OF, SLOT, Compilation, check_switches, of, paused_gc, role, run_passes, stages_of
 from ortc.errors import ModelError, OrtcError, RecipeError
 from ortc.graph.shapes import dims, type_name
-from ortc.plan import GraphFile, Plan, Port, Stage, dump_plan, fingerprint
+from ortc.plan import File, GraphFile, Plan, Port, Stage, dump_plan, fingerprint
 from ortc.recipe import Recipe
 from ortc.rules import import_file, load_declarations
-from ortc.runtime.checkpoint import write_index
+from ortc.runtime.checkpoint import file_hash, write_index
+from ortc.runtime.ort_checkpoint import Source, source, write_checkpoint
+from ortc.snapshots import Snapshots
 from ortc.source import load_model, write_safetensors
 from ortc.target import load_target
 
 STAGE_PHASES = ("train", "forward", "backward", "backward_input", "backward_weight", "eval", "optimizer")
-_FILES = {"export": "export.template", "criterion": "criterion.onnx"}
+_FILES = {"export": "export.template", "adapters": "adapters.template", "criterion": "criterion.onnx"}
 
 
-def compile_graphs(model: ir.Model, recipe: Recipe, rules: Sequence[str | Path] = (), part: Part | None = None) -> Compilation:
+def compile_graphs(
+    model: ir.Model,
+    recipe: Recipe,
+    rules: Sequence[str | Path] = (),
+    part: Part | None = None,
+    save_intermediate: str | Path | None = None,
+) -> Compilation:
     """Run the standard pipeline on a model (which is changed), with the declarations of the user's own files.
 
     Args:
@@ -37,6 +46,7 @@ def compile_graphs(model: ir.Model, recipe: Recipe, rules: Sequence[str | Path] 
         recipe: what to build.
         rules: Python files.
         part: of a stage that is compiled apart, what it must know of the others.
+        save_intermediate: a folder for the graphs after every pass (:mod:`ortc.snapshots`).
 
     Raises:
         OrtcError: for a mistake in the model or the recipe.
@@ -44,7 +54,12 @@ def compile_graphs(model: ir.Model, recipe: Recipe, rules: Sequence[str | Path] 
     from ortc import passes
 
     load_rules(rules)
-    return run_passes(passes.standard(), Compilation(model, recipe, load_target(recipe.target), part))
+    steps = passes.standard()
+    check_switches(steps, recipe)
+    c = Compilation(model, recipe, load_target(recipe.target), part)
+    if save_intermediate is None:
+        return run_passes(steps, c)
+    return run_passes(steps, c, after=Snapshots(Path(save_intermediate)))
 
 
 def load_rules(files: Sequence[str | Path] = ()) -> None:
@@ -74,6 +89,7 @@ def compile(
     recipe: Recipe | None = None,
     *,
     rules: Sequence[str | Path] = (),
+    save_intermediate: str | Path | None = None,
     force: bool = False,
 ) -> Plan:
     """Compile a forward ONNX model into an output folder that the runtime trains with.
@@ -83,6 +99,7 @@ def compile(
         output: the folder to make. It appears whole or not at all.
         recipe: what to build; the defaults without one.
         rules: Python files with the user's own gradient rules and lowerings.
+        save_intermediate: a folder for the graphs after every pass, without their weights.
         force: replace the folder if it exists.
 
     Raises:
@@ -92,7 +109,7 @@ def compile(
     target = Path(output)
     check_output(target, force)
     with paused_gc():
-        compilation = compile_graphs(load_model(model), recipe, rules)
+        compilation = compile_graphs(load_model(model), recipe, rules, None, save_intermediate)
         return write_folder(compilation, Path(model).name, target, force)
 
 
@@ -103,6 +120,7 @@ def compile_stages(
     *,
     connections: Sequence[Connection] = (),
     rules: Sequence[str | Path] = (),
+    save_intermediate: str | Path | None = None,
     force: bool = False,
 ) -> Plan:
     """Compile a model that comes cut in stages, one ONNX file each, in order; see :func:`compile`.
@@ -126,7 +144,7 @@ def compile_stages(
         load_rules(rules)  # joining infers shapes, for which it asks the lowerings
         stages = Stages(models, connections)
         model, warnings = join(stages.models, stages.files)
-        compilation = compile_graphs(model, divided)
+        compilation = compile_graphs(model, divided, (), None, save_intermediate)
         compilation.warnings[:0] = warnings
         return write_folder(compilation, "+".join(Path(m).name for m in models), target, force)
 
@@ -196,9 +214,13 @@ def _put_in_place(aside: Path, target: Path, force: bool) -> None:
 
 def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
     stages = [write_stage(c, folder, index, held) for index, held in enumerate(_held_by_stage(c))]
+    others = write_on_device(c, folder)
     held = {p.name for p in c.parameters}
-    for name in held:
-        c.graphs["export"].graph.initializers.pop(name, None)
+    templates = {name: c.graphs[name] for name in ("export", "adapters") if name in c.graphs}
+    for model in templates.values():
+        for name in held:
+            model.graph.initializers.pop(name, None)
+    written = {name: write_graph(model, folder, _FILES[name], check=False) for name, model in templates.items()}
     plan = Plan(
         ortc_version=__version__,
         model=model_name,
@@ -209,8 +231,12 @@ def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
         parameters=c.parameters,
         losses=c.losses,
         stages=stages,
-        export=write_graph(c.graphs["export"], folder, _FILES["export"], check=False),
+        export=written.pop("export"),
+        adapters=c.adapters,
+        adapter_export=written.get("adapters"),
         criterion=write_graph(c.graphs["criterion"], folder, _FILES["criterion"]),
+        rewrites=c.rewrites,
+        artifacts=others,
         warnings=c.warnings,
         history=c.history,
     )
@@ -221,6 +247,26 @@ def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
     write_index(checkpoint, plan)
     write_file(folder / "plan.json", dump_plan(plan).encode())
     return plan
+
+
+def write_on_device(c: Compilation, folder: Path) -> list[File]:
+    """The graphs of ONNX Runtime's own layout and the checkpoint beside them, if the passes made any."""
+    graphs = {name: model for name, model in c.graphs.items() if name.endswith(".onnx")}
+    if not graphs:
+        return []
+    root = folder / next(iter(graphs)).partition("/")[0]
+    root.mkdir()
+    written = [write_graph(model, folder, name) for name, model in graphs.items()]
+    inputs = next(iter(graphs.values())).graph.inputs
+    sources = {p.name: Source(p.name, p.dtype, p.shape, c.weights[p.name].tofile) for p in c.parameters}  # type: ignore[attr-defined]
+    held = [v for v in inputs if role(v) in ("parameter", "buffer")]
+    counters = [source(of(v), np.zeros(v.shape.numpy(), v.dtype.numpy())) for v in held if of(v) not in sources]  # type: ignore[union-attr]
+    trained = [p.name for p in c.parameters if p.trainable]
+    frozen = [s for name, s in sources.items() if name not in trained]
+    path = root / "checkpoint"
+    write_checkpoint(path, [sources[name] for name in trained], [*frozen, *counters])
+    checkpoint = File(file=path.relative_to(folder).as_posix(), sha256=file_hash(path))
+    return [*(File(file=g.file, sha256=g.sha256) for g in written), checkpoint]
 
 
 def _held_by_stage(c: Compilation) -> list[set[str]]:
@@ -241,6 +287,7 @@ def write_stage(c: Compilation, folder: Path, index: int, held: set[str]) -> Sta
         parameters=[p.name for p in c.parameters if p.name in held],
         phases=phases,
         costs=c.costs[index] if c.costs else None,
+        recomputed=c.recomputed.get(index),
     )
 
 

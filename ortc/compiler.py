@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from ortc.boundary import Part
 from ortc.errors import RecipeError
-from ortc.plan import LossInfo, ParameterInfo, PassRun, StageCosts
+from ortc.plan import AdapterInfo, LossInfo, ParameterInfo, PassRun, Recomputed, RewriteInfo, StageCosts
 from ortc.recipe import Recipe
 from ortc.target import Target
 
@@ -36,13 +36,17 @@ class Compilation:
     graphs: dict[str, ir.Model] = field(default_factory=dict)
     stages: list[dict[str, ir.Model]] = field(default_factory=list)
     costs: list[StageCosts] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)  # of symbolic dimensions, as assumed for the costs
+    recomputed: dict[int, Recomputed] = field(default_factory=dict)  # by stage
     weights: dict[str, ir.TensorProtocol] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)  # a weight's copy in the file -> the weight
     parameters: list[ParameterInfo] = field(default_factory=list)
     constants: list[tuple[str, str]] = field(default_factory=list)  # initialisers that cannot train: (name, why)
+    adapters: list[AdapterInfo] = field(default_factory=list)
     losses: list[LossInfo] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)  # of a part: what the recipe names and another part may have
+    rewrites: list[RewriteInfo] = field(default_factory=list)
     history: list[PassRun] = field(default_factory=list)
 
     @property
@@ -82,6 +86,18 @@ class Pass:
 
     name: ClassVar[str]
     after: ClassVar[tuple[str, ...]] = ()
+    optional: ClassVar[bool] = False  # whether a recipe may switch it off
+    alone: ClassVar[bool] = False  # whether it means something for a model by itself (`ortc rewrite`)
+
+    @classmethod
+    def summary(cls) -> str:
+        """The first line of its documentation."""
+        return (cls.__doc__ or "").strip().splitlines()[0]
+
+    def asked_for(self, recipe: Recipe) -> bool:
+        """Whether a field of the recipe needs the pass, whatever a target's table says."""
+        return False
+
     preserves: ClassVar[bool] = True  # what the graphs compute, but for rounding; `ortc verify` holds the pass to it
 
     def run(self, c: Compilation) -> None:
@@ -89,12 +105,18 @@ class Pass:
         raise NotImplementedError
 
 
-def run_passes(passes: Sequence[Pass], c: Compilation, after: Callable[[Pass, Compilation], None] | None = None) -> Compilation:
+def run_passes(
+    passes: Sequence[Pass],
+    c: Compilation,
+    alone: bool = False,
+    after: Callable[[Pass, Compilation], None] | None = None,
+) -> Compilation:
     """Run the passes in order and check the graph after each.
 
     Args:
-        passes: what to run.
+        passes: in order.
         c: what they work on.
+        alone: without those that they come after in a compilation.
         after: called after each pass; it changes nothing.
 
     Raises:
@@ -104,8 +126,11 @@ def run_passes(passes: Sequence[Pass], c: Compilation, after: Callable[[Pass, Co
     done: list[str] = []
     with paused_gc():
         for step in passes:
+            if not is_on(step, c.recipe, c.target):
+                done.append(step.name)
+                continue
             missing = [name for name in step.after if name not in done]
-            assert not missing, f"pass {step.name} must run after {missing}"
+            assert alone or not missing, f"pass {step.name} must run after {missing}"
             before = c.count_nodes()
             step.run(c)
             c.history.append(PassRun(name=step.name, before=before, after=c.count_nodes()))
@@ -115,6 +140,31 @@ def run_passes(passes: Sequence[Pass], c: Compilation, after: Callable[[Pass, Co
             if after is not None:
                 after(step, c)
     return c
+
+
+def check_switches(passes: Sequence[Pass], recipe: Recipe) -> None:
+    """Check the passes that a recipe has on and off.
+
+    Raises:
+        RecipeError: there is no such pass, it is required, or it is to be on and off.
+    """
+    optional = [step.name for step in passes if step.optional]
+    for switch, names in (("off", recipe.passes.off), ("on", recipe.passes.on)):
+        for name in names:
+            if name not in (step.name for step in passes):
+                raise RecipeError(f"passes.{switch}: there is no pass {name!r}; optional are {', '.join(optional)}")
+            if name not in optional:
+                raise RecipeError(f"passes.{switch}: the pass {name!r} is required; optional are {', '.join(optional)}")
+    for step in passes:
+        if step.name in recipe.passes.off and (step.name in recipe.passes.on or step.asked_for(recipe)):
+            raise RecipeError(f"passes.off: {step.name!r} is off, and the recipe asks for it at another place")
+
+
+def is_on(step: Pass, recipe: Recipe, target: Target) -> bool:
+    """Whether a pass runs: as the recipe says, else as the target's table does."""
+    if not step.optional or step.name in recipe.passes.off:
+        return not step.optional
+    return target.fusions.get(step.name, True) or step.name in recipe.passes.on or step.asked_for(recipe)
 
 
 def check_invariants(model: ir.Model, where: str) -> None:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ortc.errors import OrtcError, PlanError
-from ortc.plan import ParameterInfo, Plan, load_plan
+from ortc.plan import ParameterInfo, Plan, RewriteInfo, load_plan
 from ortc.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -74,6 +74,11 @@ def inspect_folder(folder: Path, timeline: Path | None = None, schedule_file: Pa
         console.print(f"loss: {loss.name} of output {loss.output!r}: {loss.chosen}", markup=False)
     for warning in plan.warnings:
         console.print(f"warning: {warning}", markup=False)
+    for line in recompute_lines(plan):
+        console.print(line.strip(), markup=False)
+    for stage in plan.stages:
+        if stage.recomputed is not None and stage.recomputed.nodes:
+            console.print(f"stage {stage.index} runs again: {', '.join(stage.recomputed.nodes)}", markup=False)
     if len(plan.stages) > 1:
         _print_pipeline(plan, timeline, schedule_file)
 
@@ -132,6 +137,59 @@ def stage_lines(plan: Plan) -> list[str]:
     slowest = max(seconds) * len(seconds) / sum(seconds)
     note = f"predicted, of one micro-batch, the memory of all in flight; the slowest stage takes {slowest:.3f} of the mean"
     return [*columns(rows), f"  {note}"]
+
+
+def recompute_lines(plan: Plan) -> list[str]:
+    """What each stage computes again, and what that is predicted to save and to cost."""
+    lines = []
+    for stage in plan.stages:
+        again = stage.recomputed
+        if again is None:
+            continue
+        where = f"stage {stage.index}: " if len(plan.stages) > 1 else ""
+        peak = f"peak {format_bytes(again.memory_before)} -> {format_bytes(again.memory_after)}"
+        more = again.seconds / again.step_seconds if again.step_seconds else 0.0
+        lines.append(
+            f"  recompute   {where}{again.policy}: {len(again.nodes)} nodes run again, {peak}, {more:+.1%} time, as predicted "
+            "(--recompute, --memory-budget)"
+        )
+    return lines
+
+
+def gelu_lines(plan: Plan) -> list[str]:
+    """What the choice of a form of GELU has changed."""
+    form = plan.recipe.gelu
+    if form == "keep":
+        return []
+    found = {r.rule: r.count for r in plan.rewrites if r.by == f"gelu to {form}"}
+    changed = [f"{count} {rule}" for rule, count in found.items() if rule != form]
+    what = f"{' and '.join(changed)} became {form}" if changed else f"there was none to change to {form}"
+    return [f"  gelu        {what}, in training, evaluation and export (--gelu keep leaves them)"]
+
+
+def summarise_rewrites(rewrites: Sequence[RewriteInfo]) -> list[str]:
+    """What the fusions found, in a line, or none."""
+    found: dict[str, int] = {}
+    for r in rewrites:
+        found[r.by] = found.get(r.by, 0) + r.count
+    return [f"  fusions     {', '.join(f'{count} {by}' for by, count in found.items())}"] if found else []
+
+
+def list_passes(recipe: Recipe) -> str:
+    """Every pass in order: whether it runs, whether that may be changed, whether it runs alone, and what it does."""
+    from ortc import passes
+    from ortc.compiler import is_on
+    from ortc.target import load_target
+
+    target = load_target(recipe.target)
+    rows = [("pass", "runs", "alone", "what it does")]
+    for step in passes.standard():
+        runs = "always" if not step.optional else "on" if is_on(step, recipe, target) else "off"
+        rows.append((step.name, runs, "yes" if step.alone else "", step.summary()))
+    told = "on and off are of the target {}, and `ortc compile` changes them: --with PASS, --without PASS"
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, told.format(target.name)])
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -32,7 +32,7 @@ from ortc.artifacts import (
 from ortc.boundary import Boundary, Part
 from ortc.compiler import Compilation, paused_gc
 from ortc.errors import ModelError, PlanError, RecipeError
-from ortc.plan import File, GraphFile, LossInfo, ParameterInfo, Plan, Port, Stage, dump_plan, fingerprint
+from ortc.plan import File, GraphFile, LossInfo, ParameterInfo, Plan, Port, RewriteInfo, Stage, dump_plan, fingerprint
 from ortc.recipe import Recipe, describe_location
 from ortc.runtime.checkpoint import file_hash, write_index
 from ortc.runtime.schedule import check, make_schedule
@@ -58,6 +58,7 @@ class Piece(_Table):
     losses: list[LossInfo]
     export: GraphFile
     criterion: GraphFile | None = Field(description="of the last stage")
+    rewrites: list[RewriteInfo]
     warnings: list[str]
     complaints: list[str] = Field(description="what the recipe names and this stage has not")
 
@@ -161,6 +162,7 @@ def _write_piece(c: Compilation, model: str, folder: Path, part: Part) -> tuple[
         losses=c.losses,
         export=write_graph(c.graphs["export"], folder, f"stage-{part.stage}/export.template", check=False),
         criterion=None if criterion is None else write_graph(criterion, folder, "criterion.onnx"),
+        rewrites=c.rewrites,
         warnings=c.warnings,
         complaints=c.complaints,
     )
@@ -230,6 +232,7 @@ def join_parts(folders: Sequence[str | Path], output: str | Path, *, force: bool
             stages=stages,
             export=_joined_template(pieces, parameters, aside),
             criterion=last.criterion,
+            rewrites=_rewrites([piece for _, piece in pieces]),
             warnings=list(dict.fromkeys(text for _, piece in pieces for text in piece.warnings)),
         )
         check(
@@ -318,6 +321,14 @@ def _parameters(pieces: Sequence[tuple[Path, Piece]]) -> list[ParameterInfo]:
     for name in sorted(data & found.keys()):
         raise PlanError(f"{name!r} is a weight of one stage and an input of another: rename it in one of the models")
     return [info for _, _, info in found.values()]
+
+
+def _rewrites(pieces: Sequence[Piece]) -> list[RewriteInfo]:
+    """Those of all stages together."""
+    found: dict[tuple[str, str], int] = {}
+    for row in (row for piece in pieces for row in piece.rewrites):
+        found[row.by, row.rule] = found.get((row.by, row.rule), 0) + row.count
+    return [RewriteInfo(by=by, rule=rule, count=count) for (by, rule), count in found.items()]
 
 
 def _ports(stage: Stage, role: str) -> Iterator[Port]:

@@ -10,8 +10,8 @@ import onnx_ir as ir
 from ortc.compiler import Compilation, Pass, of, role, set_role
 from ortc.errors import ModelError
 from ortc.graph.builder import Builder
+from ortc.graph.names import take_place
 from ortc.graph.shapes import stamp_like
-from ortc.passes.inlining import take_place
 from ortc.passes.normalise import convert_opset, infer_shapes
 from ortc.passes.pipeline import lower
 from ortc.passes.randomness import RANDOM, Randomness, constant_ratio

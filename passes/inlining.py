@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from ortc.errors import ModelError
-from ortc.graph.names import Names, all_graphs, taken_names
+from ortc.graph.names import Names, all_graphs, take_place, taken_names
 
 
 def inline_functions(model: ir.Model) -> None:
@@ -102,16 +102,6 @@ def splice(node: ir.Node, body: ir.Graph, results: Sequence[ir.Value | None], na
             _redirect(y, result)
     graph.remove(node, safe=True)
     return nodes
-
-
-def take_place(old: ir.Value, new: ir.Value) -> None:
-    """``new`` gets the uses and the name of ``old``, and what is known of it."""
-    new.metadata_props.update(old.metadata_props)
-    new.type = new.type or old.type
-    new.shape = new.shape or old.shape
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-    name, old.name = old.name, None
-    new.name = name or new.name
 
 
 def _redirect(old: ir.Value, new: ir.Value | None) -> None:

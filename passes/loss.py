@@ -307,6 +307,7 @@ def _describe(term: LossTerm, why: str, output: ir.Value, key: str | None) -> Lo
         output=term.output or "",
         labels=key,
         weight=term.weight,
+        axis=_class_axis(term, output) if integer and rank(output) else None,
         classes=classes,
         ignore_index=ignore,
         class_weights=term.options.get("class_weights") if integer else None,

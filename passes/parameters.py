@@ -144,7 +144,8 @@ class DecideTraining(Pass):
         active = reached(c.graph, ends(c))
         by_name = {v.name: v for v in c.graph.inputs}
         chosen = c.recipe.parameters
-        c.parameters = [self._decide(c, p, by_name[p.name] in active) for p in c.parameters]
+        adapters = {name for adapter in c.adapters for name in (adapter.left, adapter.right)}
+        c.parameters = [self._decide(c, p, by_name[p.name] in active, adapters) for p in c.parameters]
         self._check_globs(c)
         trainable = [p.name for p in c.parameters if p.trainable]
         for name in c.recipe.wrt:
@@ -156,7 +157,7 @@ class DecideTraining(Pass):
         if chosen.train and not trainable:
             raise RecipeError("parameters.train selects nothing that can train")
 
-    def _decide(self, c: Compilation, p: ParameterInfo, active: bool) -> ParameterInfo:
+    def _decide(self, c: Compilation, p: ParameterInfo, active: bool, adapters: Container[str]) -> ParameterInfo:
         globs = c.recipe.parameters
         update: dict[str, object] = {"group": _group(c, p.name)}
         active = active or (c.part is not None and p.name in {w.name for w in c.part.tied})  # elsewhere, if not here
@@ -168,8 +169,10 @@ class DecideTraining(Pass):
             update.update(trainable=False, reason=FROZEN)
         elif p.name in globs.train:
             update.update(trainable=True, reason="named by the recipe")
-        elif not p.trainable:
+        elif not p.trainable or p.name in adapters:
             pass
+        elif c.recipe.lora is not None and not matches(p.name, globs.train):
+            update.update(trainable=False, reason="beside the adapters weights stay as they are, but for what --train names")
         elif globs.train and not matches(p.name, globs.train):
             update.update(trainable=False, reason="not selected by the recipe")
         else:

@@ -12,9 +12,8 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass, Deduplicat
 from ortc.autodiff import build_gradients, depending_on, loss_seed
 from ortc.compiler import Compilation, Pass, of, role, set_role, set_stages, stages_of
 from ortc.graph.builder import Builder
-from ortc.graph.names import all_graphs
+from ortc.graph.names import all_graphs, take_place
 from ortc.graph.shapes import is_float
-from ortc.passes.inlining import take_place
 from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
 from ortc.passes.precision import widen_missing
 from ortc.passes.sequences import resolve_sequences
@@ -32,6 +31,7 @@ class Prepare(Pass):
     """Inlines functions, makes every weight an initialiser of its own, gives every node and value a name."""
 
     name = "prepare"
+    alone = True
 
     def run(self, c: Compilation) -> None:
         c.model = prepare(c.model)
@@ -53,6 +53,7 @@ class Upgrade(Pass):
     """Brings the graph to the target's opset, the one form of each operator that the later passes know."""
 
     name = "upgrade"
+    alone = True
     after = ("prepare",)
 
     def run(self, c: Compilation) -> None:
@@ -65,6 +66,7 @@ class Simplify(Pass):
     """Folds constants (never a weight: those are inputs by now) and infers types and shapes."""
 
     name = "simplify"
+    alone = True
     after = ("choose-parameters",)
 
     def run(self, c: Compilation) -> None:
@@ -76,6 +78,7 @@ class Decompose(Pass):
     """Writes operators that have a lowering but no gradient rule in others, whose rules then give the gradient."""
 
     name = "decompose"
+    alone = True
     after = ("simplify",)
 
     def run(self, c: Compilation) -> None:
@@ -180,17 +183,28 @@ class Lower(Pass):
     """Writes operators that a target lacks, or has only slowly, in others; their gradient rules have seen them by now."""
 
     name = "lower"
+    alone = True
     after = ("gradients",)
 
     def run(self, c: Compilation) -> None:
         for model in _finishing(c):
             lower(model.graph, lambda n: not keeps(c.target, n))
             widen_missing(model.graph, c.target)
+            drop_unused_domains(model.graph)
+
+
+def drop_unused_domains(graph: ir.Graph) -> None:
+    """Forget the opsets of domains that no operator is of any more."""
+    used = {node.domain for node in graph.all_nodes()}
+    for domain in [d for d in graph.opset_imports if d and d not in used]:
+        del graph.opset_imports[domain]
 
 
 def _finishing(c: Compilation) -> list[ir.Model]:
-    """The models that come to be run: of every stage, and the criterion, where the loss is."""
-    criterion = [c.graphs["criterion"]] if "criterion" in c.graphs else []
+    """The models that come to be run: of every stage, and the criterion; without stages (`ortc rewrite`) the one there is."""
+    if not c.stages:
+        return [c.model]
+    criterion = [c.graphs["criterion"]] if "criterion" in c.graphs else []  # it is where the loss is
     return [*(model for phases in c.stages for model in phases.values()), *criterion]
 
 
@@ -215,7 +229,8 @@ def lower(graph: ir.Graph, wanted: Callable[[ir.Node], bool]) -> None:
 
 
 def _lower_node(op: Builder, node: ir.Node) -> None:
-    with op.scope(node.name or node.op_type, before=node, origin=node.name or "", rule=node.op_type, pass_="lower"):
+    origin = node.metadata_props.get("ortc.origin", node.name or "")  # of a fusion, which itself will be gone
+    with op.scope(node.name or node.op_type, before=node, origin=origin, rule=node.op_type, pass_="lower"):
         try:
             made = lowered(op, node)
         except Unsupported as error:
@@ -232,6 +247,7 @@ class CleanUp(Pass):
     """Merges equal constants and subexpressions, drops dead nodes and what no longer feeds anything."""
 
     name = "clean-up"
+    alone = True
     after = ("lower", "optimizer")
 
     def run(self, c: Compilation) -> None:

@@ -19,8 +19,7 @@ import onnx_ir as ir
 from ortc.compiler import Compilation, Pass, matches, role
 from ortc.errors import RecipeError
 from ortc.graph.builder import Builder
-from ortc.graph.names import captured
-from ortc.passes.inlining import take_place
+from ortc.graph.names import captured, take_place
 from ortc.target import Target, packaged_toml
 
 HALF = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}

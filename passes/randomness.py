@@ -20,8 +20,8 @@ import onnx_ir as ir
 from ortc.compiler import set_role
 from ortc.errors import ModelError
 from ortc.graph.builder import Builder
+from ortc.graph.names import take_place
 from ortc.graph.shapes import constant
-from ortc.passes.inlining import take_place
 
 _INT32, _UINT32 = int(ir.DataType.INT32), int(ir.DataType.UINT32)
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B)

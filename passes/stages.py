@@ -11,10 +11,11 @@ from ortc.compiler import STAGES, Compilation, Pass, of, role, set_role, set_sta
 from ortc.errors import RecipeError
 from ortc.graph.builder import Builder
 from ortc.graph.cut import carve, cut, needed, read_by
-from ortc.graph.partition import StageRow
+from ortc.graph.partition import StageRow, amount
 from ortc.graph.shapes import dims
 from ortc.passes.boundary import part_row
-from ortc.passes.costs import LINK_BANDWIDTH
+from ortc.passes.costs import LINK_BANDWIDTH, concrete_sizes
+from ortc.passes.footprint import footprint, settled
 from ortc.passes.optimizer import state_slots
 from ortc.passes.partition import PartitionOptions, assign_stages
 from ortc.plan import StageCosts
@@ -24,8 +25,8 @@ from ortc.runtime.schedule import Schedule, check, in_flight, make_schedule
 _BATCH, _OTHER = 8, 128
 
 # Nodes that only look at a value otherwise: a backward that has what they read runs them again, instead of keeping more.
-_SIZES = frozenset({"Shape", "Size"})
-_VIEWS = frozenset({"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}) | _SIZES
+SIZES = frozenset({"Shape", "Size"})
+VIEWS = frozenset({"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 
 
 @dataclass(frozen=True)
@@ -38,19 +39,20 @@ class CutStages(Pass):
     def run(self, c: Compilation) -> None:
         evaluation = c.graphs.pop("eval")
         pipeline = c.recipe.pipeline
-        schedule = _schedule(c)
+        schedule = schedule_of(c)
         if c.part is not None:
             _place_part(c, c.part, evaluation, schedule)
             return
         if pipeline.stages == 1:
             c.stages = [{"train": c.model, "eval": evaluation}]
             return
-        found = assign_stages(c.graph, _options(c, schedule), _sizes(c), state_slots(c))
+        found = assign_stages(c.graph, _options(c, schedule), assumed_sizes(c), state_slots(c))
         places: dict[str, tuple[int, ...]] = {}
         for node, stage in found.stage_of.items():
             places[node.name or ""] = tuple(sorted(found.duplicated.get(node, {stage})))
         c.costs = [_costs(row, count) for row, count in zip(found.table, in_flight(schedule), strict=True)]
         c.stages = [{} for _ in range(pipeline.stages)]
+        c.sizes = _all_sizes(c)
         _cut_into(c, "train", c.model, places)
         _cut_into(c, "eval", evaluation, _by_inputs(evaluation.graph, places))
         check(schedule, _edges(c))
@@ -58,7 +60,7 @@ class CutStages(Pass):
 
 def _place_part(c: Compilation, part: Part, evaluation: ir.Model, schedule: Schedule) -> None:
     """The model is one stage already; those that are compiled elsewhere stay empty."""
-    row = part_row(c, part, _options(c, schedule), _sizes(c), state_slots(c))
+    row = part_row(c, part, _options(c, schedule), assumed_sizes(c), state_slots(c))
     c.costs = [_costs(row, in_flight(schedule)[part.stage])] * part.boundary.stages
     c.stages = [{} for _ in range(part.boundary.stages)]
     c.stages[part.stage] = {"train": c.model, "eval": evaluation}
@@ -72,7 +74,8 @@ def _place_part(c: Compilation, part: Part, evaluation: ir.Model, schedule: Sche
             set_stages(set_role(_as_wide_output(op, value), "boundary", of=name), readers)
 
 
-def _schedule(c: Compilation) -> Schedule:
+def schedule_of(c: Compilation) -> Schedule:
+    """The recipe's schedule."""
     pipeline = c.recipe.pipeline
     return make_schedule(pipeline.schedule, pipeline.stages, pipeline.parts, pipeline.ranks)
 
@@ -98,8 +101,10 @@ def _options(c: Compilation, schedule: Schedule) -> PartitionOptions:
     )
 
 
-def _sizes(c: Compilation) -> dict[str, int]:
-    """What the cost model takes for the named dimensions of the inputs."""
+def assumed_sizes(c: Compilation) -> dict[str, int]:
+    """What the cost model takes for the named dimensions of the inputs; of stages, for all that the whole has."""
+    if c.sizes:
+        return dict(c.sizes)
     sizes: dict[str, int] = {}
     names = set()
     for value in c.graph.inputs:
@@ -112,6 +117,18 @@ def _sizes(c: Compilation) -> dict[str, int]:
         known = ", ".join(sorted(names)) or "none"
         raise RecipeError(f"pipeline.sizes: no input has a dimension {unknown[0]!r}; there are {known}")
     return {**sizes, **c.recipe.pipeline.sizes}
+
+
+def _all_sizes(c: Compilation) -> dict[str, int]:
+    """The sizes of every symbolic dimension of the whole graph, also of those that no input has: a stage's inputs may."""
+    sizes = assumed_sizes(c)
+    shapes = concrete_sizes(c.graph, sizes)
+    for value in (v for node in c.graph for v in node.outputs):
+        named = dims(value) or ()
+        for name, size in zip(named, shapes.of(value), strict=False) if any(isinstance(d, str) for d in named) else ():
+            if isinstance(name, str):
+                sizes.setdefault(name, size)
+    return sizes
 
 
 def _costs(row: StageRow, in_flight: int) -> StageCosts:
@@ -185,20 +202,44 @@ class SplitPhases(Pass):
     """Cuts each stage's training graph into the phases that the schedule runs, and lets gradients add up over micro-batches."""
 
     name = "phases"
-    after = ("clean-up",)
+    after = ("clean-up", "recompute")
 
     def run(self, c: Compilation) -> None:
         pipeline = c.recipe.pipeline
         if not pipeline.divided:
             return
-        apart = any(action.kind == "I" for row in _schedule(c).actions for action in row)
-        for phases in c.stages:
+        schedule = schedule_of(c)
+        actions = [action for row in schedule.actions for action in row]
+        apart = any(action.kind == "I" for action in actions)
+        for stage, phases in enumerate(c.stages):
             if "train" not in phases:
                 continue
             _accumulate(phases["train"].graph)
             if pipeline.stages > 1:
                 train = phases.pop("train")
+                shapes = concrete_sizes(train.graph, assumed_sizes(c))
+                values = [*train.graph.inputs, *(v for node in train.graph for v in node.outputs)]
+                size = {v.name or "": shapes.bytes(v) for v in values}
                 _split(phases, train, apart=apart)
+                own = [action for action in actions if action.stage == stage]
+                c.costs[stage] = settled(c.costs[stage], footprint(phases, size), own)
+        _check_limit(c)
+
+
+def _check_limit(c: Compilation) -> None:
+    """What the finished stages hold may be more than was thought when they were cut."""
+    pipeline = c.recipe.pipeline
+    if pipeline.memory_limit is None or not c.costs:
+        return
+    stage_rank = schedule_of(c).stage_rank
+    for rank in range(max(stage_rank) + 1):
+        own = [c.costs[s] for s, r in enumerate(stage_rank) if r == rank and (c.part is None or c.part.stage == s)]
+        taken = sum(costs.memory_bytes for costs in own)
+        if taken > pipeline.memory_limit:
+            raise RecipeError(
+                f"rank {rank} would take {amount(taken)}, more than the limit of {amount(pipeline.memory_limit)}; ask for more "
+                "stages, or for recompute (--recompute auto)"
+            )
 
 
 def _accumulate(graph: ir.Graph) -> None:
@@ -217,15 +258,15 @@ def _accumulate(graph: ir.Graph) -> None:
         graph.outputs[index] = added
 
 
-_FORWARD_ROLES = frozenset({"loss", "boundary", "buffer"})
-_OUTPUT_ROLES = _FORWARD_ROLES | {"gradient", "boundary_gradient"}
+FORWARD_ROLES = frozenset({"loss", "boundary", "buffer"})
+_OUTPUT_ROLES = FORWARD_ROLES | {"gradient", "boundary_gradient"}
 
 
 def _split(phases: dict[str, ir.Model], train: ir.Model, *, apart: bool) -> None:
     """Forward and backward, or the backward in two parts: the gradients that other stages wait for, and the weights'."""
     graph = train.graph
-    ahead = [v for v in graph.outputs if role(v) in _FORWARD_ROLES]
-    behind = [v for v in graph.outputs if role(v) not in _FORWARD_ROLES]
+    ahead = [v for v in graph.outputs if role(v) in FORWARD_ROLES]
+    behind = [v for v in graph.outputs if role(v) not in FORWARD_ROLES]
     stash = _stash(graph, ahead, behind) if behind else []
     if behind:
         waited = [v for v in behind if role(v) == "boundary_gradient"]
@@ -249,7 +290,7 @@ def _stash(graph: ir.Graph, ahead: list[ir.Value], behind: list[ir.Value]) -> li
     forward, _ = needed(ahead, set())
     made = {v for node in forward for v in node.outputs}
     for node in graph:  # what the backward alone wants to know of sizes, the forward tells
-        if node.op_type in _SIZES and not node.domain and all(v in made or role(v) == "boundary" for v in read_by(node)):
+        if node.op_type in SIZES and not node.domain and all(v in made or role(v) == "boundary" for v in read_by(node)):
             made.update(node.outputs)
     _, kept = needed(behind, made)
     given = made | {v for v in graph.inputs if role(v) == "boundary"}
@@ -267,7 +308,7 @@ def _stash(graph: ir.Graph, ahead: list[ir.Value], behind: list[ir.Value]) -> li
 
 
 def _at_hand(node: ir.Node, stash: set[ir.Value], made: set[ir.Value]) -> bool:
-    if node.op_type not in _VIEWS or node.domain:
+    if node.op_type not in VIEWS | SIZES or node.domain:
         return False
     return all(v in stash or v not in made or _view_at_hand(v, stash, made) for v in read_by(node))
 

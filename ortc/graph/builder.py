@@ -1,8 +1,9 @@
 """The ``op`` object: how rules, losses and optimizers write nodes.
 
 ``op.Tanh(x)`` appends a node and returns its output (a tuple with ``_outputs=2``). Inputs are values, or plain Python
-data: a number takes the element type of the operand that the operator's schema pairs it with, a list of integers
-becomes an int64 vector, an array stays what it is, None leaves an optional input out. Attributes are keywords.
+data: a number takes the element type of the operand that the operator's schema pairs it with (a float without one, such
+as Pow's, the first operand's), a list of integers becomes an int64 vector, an array stays what it is, None leaves an
+optional input out. Attributes are keywords.
 ``a + b``, ``2 * a``, ``-a``, ``a / b`` work while the builder is entered as a context.
 
 Every node gets a readable unique name, its origin as metadata, and every output its type and shape.
@@ -31,6 +32,7 @@ class Builder:
     def __init__(self, graph: ir.Graph, outer: Builder | None = None) -> None:
         """``outer`` is the builder of the graph around a nested one: names and opsets are the outermost graph's."""
         self.graph = graph
+        self._outer = outer
         self.root: ir.Graph = graph if outer is None else outer.root
         self.opset = self.root.opset_imports[""]
         self.names: Names = Names(taken_names(graph)) if outer is None else outer.names
@@ -120,8 +122,9 @@ class Builder:
             if operand is None or isinstance(operand, ir.Value):
                 values.append(operand)
             elif isinstance(operand, bool | int | float | np.generic):
+                first = next((v for v in inputs if isinstance(v, ir.Value)), None) if isinstance(operand, float) else None
                 paired = (v for v, k in zip(inputs, kinds_of, strict=True) if isinstance(v, ir.Value) and k == kind)
-                like = next(paired, None)
+                like = next(paired, first)
                 values.append(self.const(operand, like=like))
             elif isinstance(operand, np.ndarray):
                 values.append(self.const(operand))
@@ -315,6 +318,17 @@ class Builder:
         with inner.scope(self._prefix):
             inner._metadata = self._metadata
             yield inner
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """New nodes go to the graph around this nested one, if it is nested."""
+        outer = self._outer or self
+        own = self.graph, self._constants, self._shapes
+        self.graph, self._constants, self._shapes = outer.graph, outer._constants, outer._shapes
+        try:
+            yield
+        finally:
+            self.graph, self._constants, self._shapes = own
 
     def give(self, values: Sequence[ir.Value]) -> None:
         """Make the values outputs of a nested graph; what it does not make itself, or gives already, as a copy."""
