@@ -455,8 +455,8 @@ class _Guard:
             assert signal is not None
             if rank(signal) == 0:
                 signal = op.Reshape(signal, [1])
-            if signal.dtype == ir.DataType.BFLOAT16:  # Compress does not know the type
-                none = op.Slice(signal, [0], [0], [0])
+            if signal.dtype == ir.DataType.BFLOAT16:  # which Compress and Size do not know
+                none = op.Cast(op.Slice(signal, [0], [0], [0]), to=int(ir.DataType.FLOAT))
             else:
                 none = op.Compress(signal, np.array([False]))
             self._nothing = op.Size(none)

@@ -25,7 +25,7 @@ ABOVE_THE_PASSES = {"ortc/cli.py", "ortc/compiler.py", "ortc/testing.py"}
 
 RUNTIME_MAY = {"ortc.runtime", "ortc.plan", "ortc.recipe", "ortc.errors", "numpy", "onnxruntime", "safetensors", "rich"}
 RUNTIME_MAY |= {"mpi4py", "ml_dtypes"}  # the transport, when it needs them
-GRAPH_MAY = {"ortc.graph", "ortc.errors", "numpy", "onnx", "onnx_ir"}
+GRAPH_MAY = {"ortc.graph", "ortc.errors", "numpy", "onnx", "onnx_ir", "networkx"}
 PASSES_MAY = {
     *("ortc.passes", "ortc.compiler", "ortc.autodiff", "ortc.rules", "ortc.rewrite", "ortc.graph", "ortc.target"),
     *("ortc.plan", "ortc.recipe", "ortc.errors", "ortc.source"),
