@@ -55,8 +55,9 @@ ROUNDED = {"fp32": EXACT, "fp16": 5e-3, "bf16": 4e-2}
 LEAST = 1e-6
 
 # What of a recipe says what is computed; the rest is how.
-_MEANING = ("loss", "parameters", "wrt", "batch_norm", "seed", "gelu")
+_MEANING = ("loss", "parameters", "wrt", "batch_norm", "seed", "gelu", "lora")
 
+_MERGED = "the folder exports its adapters merged into the weights: give the model with --model"
 _IDLE = "no graph changed"
 
 _Key = tuple[str, ...]
@@ -227,6 +228,9 @@ def _gradients(
 ) -> Iterator[Check]:
     plan = trainer.plan
     names = ("loss and gradients = one graph in float64", "that graph's gradients = a finite difference")
+    if not own and plan.recipe.lora is not None:
+        yield from (Check(name, note=_MERGED) for name in names)
+        return
     ports = [p for s in plan.stages for g in s.phases.values() for p in g.inputs]
     if not own and any(p.role == "scalar" and p.of == "seed" for p in ports):
         yield from (Check(name, note="the model draws random numbers: give it with --model") for name in names)
@@ -363,6 +367,9 @@ def _norm(array: np.ndarray) -> float:
 
 def _passes(plan: Plan, source: Path, fed: _Fed, *, own: bool) -> Iterator[Check]:
     """The compilation again, step by step."""
+    if not own and plan.recipe.lora is not None:
+        yield Check("passes", note=_MERGED)
+        return
     from ortc import passes
 
     c = Compilation(load_model(source), plan.recipe, load_target(plan.target))

@@ -118,6 +118,17 @@ def test_a_batch_of_the_users_own(ortc, tmp_path):
     assert "lacks the labels" in err
 
 
+def test_adapters(tmp_path):
+    compile(MLP, tmp_path / "out", parse_recipe({"target": TARGET, "lora": {"rank": 2, "targets": ["fc1*"]}}))
+    found = by_name(verify(tmp_path / "out", MLP))
+    assert wrong(list(found.values())) == []
+    assert found[GRADIENT].verdict == found["pass lora"].verdict == "right"
+    without = by_name(verify(tmp_path / "out"))
+    assert without[FORWARD].verdict == "right"
+    assert without[GRADIENT].verdict == without["passes"].verdict == "not checked"
+    assert "--model" in without["passes"].note
+
+
 # ---- what is wrong is found ------------------------------------------------------------------------------------------
 
 

@@ -211,9 +211,10 @@ class Builder:
         return sizes if len(axes) == 1 else self.ReduceProd(sizes, keepdims=1)
 
     def vector(self, *parts: int | ir.Value) -> ir.Value:
-        """Numbers and int64 vectors as one int64 vector: a constant if all are numbers."""
-        if all(isinstance(p, int) for p in parts):
-            return self.const(np.asarray(parts, dtype=np.int64))
+        """Numbers and int64 vectors as one int64 vector: a constant if all are known."""
+        known = [np.array([p], np.int64) if isinstance(p, int) else self.constant(p) for p in parts]
+        if parts and all(array is not None for array in known):
+            return self.const(np.concatenate([array for array in known if array is not None]))
         vectors = [self.const(np.asarray([p], np.int64)) if isinstance(p, int) else p for p in parts]
         return vectors[0] if len(vectors) == 1 else self.Concat(*vectors, axis=0)
 
@@ -261,6 +262,33 @@ class Builder:
         """``x`` where the condition holds, else ``y``; numbers take the type of ``like``."""
         x, y = (v if isinstance(v, ir.Value) else self.const(v, like=like) for v in (x, y))
         return self.Where(condition, x, y)
+
+    def pad(
+        self,
+        x: ir.Value,
+        pads: Sequence[int] | ir.Value,
+        axes: Sequence[int],
+        value: ir.Value | None = None,
+        like: ir.Value | None = None,
+    ) -> ir.Value:
+        """``x`` with zeros, or ``value``, before and after it along ``axes``; a negative number cuts.
+
+        The node has pads for all axes: where transposes are near, ONNX Runtime (1.19 to 1.32) reads those of some as if
+        they were all.
+
+        Args:
+            pads: for each of ``axes`` the number before, then for each the number after; also as an int64 vector.
+            like: the result has this value's type and shape.
+        """
+        rank, n = self.rank(x), len(axes)
+        places = [2 * n] * (2 * rank)  # of a zero, behind the others
+        for i, axis in enumerate(self.axes(x, axes)):
+            places[axis], places[rank + axis] = i, n + i
+        known = self.constant(pads) if isinstance(pads, ir.Value) else np.asarray(pads, np.int64)
+        if known is not None:
+            return self.Pad(x, np.append(known, 0)[places], value, _like=like)
+        assert isinstance(pads, ir.Value)
+        return self.Pad(x, self.Gather(self.vector(pads, 0), places), value, _like=like)
 
     def transpose_last(self, x: ir.Value) -> ir.Value:
         """``x`` with its last two axes exchanged."""
