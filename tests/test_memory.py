@@ -181,7 +181,7 @@ def test_kernels_deal_with_memory_as_the_table_says():
     peaks = measured(PROBE, json.dumps(rows))
     for (op, operands, attributes), peak in zip(rows, peaks, strict=True):
         node = _node(op, operands, attributes)
-        known = node_memory(node, Shapes({v: (2048, 4096) for v in (*node.inputs, *node.outputs)}))
+        known = node_memory(node, Shapes(dict.fromkeys((*node.inputs, *node.outputs), (2048, 4096))))
         scratch = known.scratch / (4 * 2048 * 4096)
         assert round(peak) == operands + (0 if known.views or known.in_place else 1) + scratch, (op, peak)
 
