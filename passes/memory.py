@@ -38,6 +38,13 @@ def _columns(node: ir.Node, shapes: Shapes) -> int:
     return math.prod(weight[1:]) * math.prod(gradient[2:])
 
 
+def _columns_at_once(node: ir.Node, shapes: Shapes) -> int:
+    """One image as columns, where the filters of a group outnumber the positions (otherwise a piece at a time); of X, W."""
+    weight, positions = shapes.of(node.inputs[1]), math.prod(shapes.of(node.outputs[0])[2:])  # type: ignore[arg-type]
+    filters = (weight[0] if weight else 0) // max(node.attributes.get_int("group", 1), 1)
+    return math.prod(weight[1:]) * positions if filters > positions and math.prod(weight[2:]) > 1 else 0
+
+
 def _columns_back(node: ir.Node, shapes: Shapes) -> int:
     """One image's columns: (M/group)·kernel·positions; of X, W [C, M/group, kernel…]."""
     image, weight = map(shapes.of, node.inputs[:2])  # type: ignore[arg-type]
@@ -64,10 +71,12 @@ def _last_axis_first(node: ir.Node, shapes: Shapes) -> int:
 
 _SCRATCH: dict[OpKey, Callable[[ir.Node, Shapes], int]] = {
     ("com.microsoft", "ConvGrad"): _columns,
+    ("", "Conv"): _columns_at_once,
     ("", "ConvTranspose"): _columns_back,
     ("", "Sum"): _partial_sum,
     ("", "Where"): _both_choices,
     **dict.fromkeys(_keys("Softmax LogSoftmax"), _last_axis_first),
+    **dict.fromkeys(_keys("HardSwish Mish"), lambda node, shapes: shapes.elements(node.outputs[0])),  # one is in two steps
 }
 
 
