@@ -2,8 +2,8 @@
 
     python bench/recompute_torch.py     # in an interpreter with PyTorch and transformers
 
-The same batch size and length, AdamW, threads; each in a process of its own, whose peak of resident memory is counted from what
-it has once the libraries are imported.
+The same batch size and length, AdamW, threads; each in a process of its own, whose peak of resident memory is counted from
+what it has once the libraries are imported.
 """
 
 from __future__ import annotations

@@ -14,10 +14,12 @@ _LAZY = {
     "Recipe": "ortc.recipe",
     "load_recipe": "ortc.recipe",
     "Trainer": "ortc.runtime.trainer",
+    "import_weights": "ortc.runtime.exchange",
+    "export_weights": "ortc.runtime.exchange",
     "OrtcError": "ortc.errors",
 }
 
-__all__ = ["OrtcError", "Recipe", "Trainer", "compile", "load_recipe"]
+__all__ = ["OrtcError", "Recipe", "Trainer", "compile", "export_weights", "import_weights", "load_recipe"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
 from ortc import __version__
-from ortc.compiler import OF, SLOT, Compilation, of, paused_gc, role, run_passes, stages_of
+from ortc.boundary import Connection, Part, stage_prefix
+from ortc.compiler import OF, SLOT, Compilation, check_switches, of, paused_gc, role, run_passes, stages_of
 from ortc.errors import ModelError, OrtcError, RecipeError
-from ortc.graph.shapes import dims
-from ortc.plan import GraphFile, Plan, Port, Stage, dump_plan, fingerprint
+from ortc.graph.shapes import dims, type_name
+from ortc.plan import File, GraphFile, Plan, Port, Stage, dump_plan, fingerprint
 from ortc.recipe import Recipe
 from ortc.rules import import_file, load_declarations
-from ortc.runtime.checkpoint import write_index
+from ortc.runtime.checkpoint import file_hash, write_index
+from ortc.runtime.ort_checkpoint import Source, source, write_checkpoint
+from ortc.snapshots import Snapshots
 from ortc.source import load_model, write_safetensors
 from ortc.target import load_target
 
 STAGE_PHASES = ("train", "forward", "backward", "backward_input", "backward_weight", "eval", "optimizer")
-_FILES = {"export": "export.template", "criterion": "criterion.onnx"}
+_FILES = {"export": "export.template", "adapters": "adapters.template", "criterion": "criterion.onnx"}
 
 
-def compile_graphs(model: ir.Model, recipe: Recipe, rules: Sequence[str | Path] = ()) -> Compilation:
+def compile_graphs(
+    model: ir.Model,
+    recipe: Recipe,
+    rules: Sequence[str | Path] = (),
+    part: Part | None = None,
+    save_intermediate: str | Path | None = None,
+) -> Compilation:
     """Run the standard pipeline on a model (which is changed), with the declarations of the user's own files.
+
+    Args:
+        model: the whole, or the stage that a part is.
+        recipe: what to build.
+        rules: Python files.
+        part: of a stage that is compiled apart, what it must know of the others.
+        save_intermediate: a folder for the graphs after every pass (:mod:`ortc.snapshots`).
 
     Raises:
         OrtcError: for a mistake in the model or the recipe.
@@ -36,7 +54,12 @@ def compile_graphs(model: ir.Model, recipe: Recipe, rules: Sequence[str | Path] 
     from ortc import passes
 
     load_rules(rules)
-    return run_passes(passes.standard(), Compilation(model, recipe, load_target(recipe.target)))
+    steps = passes.standard()
+    check_switches(steps, recipe)
+    c = Compilation(model, recipe, load_target(recipe.target), part)
+    if save_intermediate is None:
+        return run_passes(steps, c)
+    return run_passes(steps, c, after=Snapshots(Path(save_intermediate)))
 
 
 def load_rules(files: Sequence[str | Path] = ()) -> None:
@@ -66,6 +89,7 @@ def compile(
     recipe: Recipe | None = None,
     *,
     rules: Sequence[str | Path] = (),
+    save_intermediate: str | Path | None = None,
     force: bool = False,
 ) -> Plan:
     """Compile a forward ONNX model into an output folder that the runtime trains with.
@@ -75,6 +99,7 @@ def compile(
         output: the folder to make. It appears whole or not at all.
         recipe: what to build; the defaults without one.
         rules: Python files with the user's own gradient rules and lowerings.
+        save_intermediate: a folder for the graphs after every pass, without their weights.
         force: replace the folder if it exists.
 
     Raises:
@@ -82,9 +107,9 @@ def compile(
     """
     recipe = recipe or Recipe()
     target = Path(output)
-    _check_output(target, force)
+    check_output(target, force)
     with paused_gc():
-        compilation = compile_graphs(load_model(model), recipe, rules)
+        compilation = compile_graphs(load_model(model), recipe, rules, None, save_intermediate)
         return write_folder(compilation, Path(model).name, target, force)
 
 
@@ -93,59 +118,87 @@ def compile_stages(
     output: str | Path,
     recipe: Recipe | None = None,
     *,
+    connections: Sequence[Connection] = (),
     rules: Sequence[str | Path] = (),
+    save_intermediate: str | Path | None = None,
     force: bool = False,
 ) -> Plan:
     """Compile a model that comes cut in stages, one ONNX file each, in order; see :func:`compile`.
 
-    Values connect by name (:mod:`ortc.passes.joining`). The result is that of the whole model, cut there: one export, one
-    checkpoint.
+    Values connect by name (:mod:`ortc.passes.joining`), and as ``connections`` say. The result is that of the whole model, cut
+    there: one export, one checkpoint.
 
     Raises:
         OrtcError: for anything wrong with the models, the recipe or the folder.
     """
-    from ortc.passes.joining import join, stage_prefix
+    from ortc.passes.joining import Stages, join
 
     recipe = recipe or Recipe()
-    pipeline = recipe.pipeline
-    if pipeline.cuts or pipeline.assign or pipeline.stages not in (1, len(models)):
-        raise RecipeError(f"the {len(models)} models are the stages: leave out how to cut (--stages, --cut, --assign)")
     if len(models) < 2:
         raise RecipeError("stage models: give at least two files, in order")
     assign = {f"{stage_prefix(k)}*": k for k in range(len(models))}
-    divided = pipeline.model_copy(update={"stages": len(models), "assign": assign})
+    divided = with_stages(recipe, len(models), f"the {len(models)} models are the stages", assign)
     target = Path(output)
-    _check_output(target, force)
+    check_output(target, force)
     with paused_gc():
         load_rules(rules)  # joining infers shapes, for which it asks the lowerings
-        compilation = compile_graphs(join(models), recipe.model_copy(update={"pipeline": divided}))
+        stages = Stages(models, connections)
+        model, warnings = join(stages.models, stages.files)
+        compilation = compile_graphs(model, divided, (), None, save_intermediate)
+        compilation.warnings[:0] = warnings
         return write_folder(compilation, "+".join(Path(m).name for m in models), target, force)
 
 
-def _check_output(target: Path, force: bool) -> None:
+def with_stages(recipe: Recipe, stages: int, why: str, assign: Mapping[str, int] | None = None) -> Recipe:
+    """The recipe for stages that somebody else cut.
+
+    Raises:
+        RecipeError: it says how to cut; ``why`` not.
+    """
+    pipeline = recipe.pipeline
+    if pipeline.cuts or pipeline.assign or pipeline.stages not in (1, stages):
+        raise RecipeError(f"{why}: leave out how to cut (--stages, --cut, --assign)")
+    return recipe.model_copy(update={"pipeline": pipeline.model_copy(update={"stages": stages, "assign": dict(assign or {})})})
+
+
+def check_output(target: Path, force: bool) -> None:
+    """Refuse an output folder that cannot be made, or replaces what is not ortc's."""
     if not target.parent.exists():
         raise OrtcError(f"cannot make {target}: the folder {target.parent} does not exist")
     if target.exists() and not force:
         raise OrtcError(f"{target} exists already; choose another folder, or --force to replace it whole")
-    if target.exists() and not (target / "plan.json").exists() and (not target.is_dir() or any(target.iterdir())):
+    ours = any((target / name).exists() for name in ("plan.json", "part.json"))
+    if target.exists() and not ours and (not target.is_dir() or any(target.iterdir())):
         raise OrtcError(f"{target} is not an output folder of ortc (it has no plan.json); --force will not replace it")
 
 
 def write_folder(c: Compilation, model_name: str, target: Path, force: bool) -> Plan:
-    """Write everything beside the target, then rename it into place."""
+    """Write the output folder, whole or not at all."""
+    with whole(target, force) as aside:
+        return _write_files(c, model_name, aside)
+
+
+@contextlib.contextmanager
+def whole(target: Path, force: bool) -> Iterator[Path]:
+    """A folder beside the target to write into, which gets the target's place in the end, unless something is raised.
+
+    Raises:
+        OrtcError: for what the operating system refuses.
+    """
     try:
         aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         os.chmod(aside, 0o755)
     except OSError as error:
         raise OrtcError(f"cannot write beside {target}: {error.strerror}") from None
     try:
-        plan = _write_files(c, model_name, aside)
+        yield aside
+        for path in [*(p for p in aside.rglob("*") if p.is_dir()), aside]:
+            _sync(path)
         _put_in_place(aside, target, force)
     except OSError as error:
         raise OrtcError(f"cannot write {target}: {error.strerror}; nothing was left behind") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return plan
 
 
 def _put_in_place(aside: Path, target: Path, force: bool) -> None:
@@ -160,10 +213,14 @@ def _put_in_place(aside: Path, target: Path, force: bool) -> None:
 
 
 def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
-    stages = [_write_stage(c, folder, index, held) for index, held in enumerate(_held_by_stage(c))]
+    stages = [write_stage(c, folder, index, held) for index, held in enumerate(_held_by_stage(c))]
+    others = write_on_device(c, folder)
     held = {p.name for p in c.parameters}
-    for name in held:
-        c.graphs["export"].graph.initializers.pop(name, None)
+    templates = {name: c.graphs[name] for name in ("export", "adapters") if name in c.graphs}
+    for model in templates.values():
+        for name in held:
+            model.graph.initializers.pop(name, None)
+    written = {name: write_graph(model, folder, _FILES[name], check=False) for name, model in templates.items()}
     plan = Plan(
         ortc_version=__version__,
         model=model_name,
@@ -174,19 +231,42 @@ def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
         parameters=c.parameters,
         losses=c.losses,
         stages=stages,
-        export=_write_graph(c.graphs["export"], folder, _FILES["export"], check=False),
-        criterion=_write_graph(c.graphs["criterion"], folder, _FILES["criterion"]),
+        export=written.pop("export"),
+        adapters=c.adapters,
+        adapter_export=written.get("adapters"),
+        criterion=write_graph(c.graphs["criterion"], folder, _FILES["criterion"]),
+        rewrites=c.rewrites,
+        artifacts=others,
         warnings=c.warnings,
+        history=c.history,
     )
     checkpoint = folder / plan.checkpoint / "step-0"
     checkpoint.mkdir(parents=True)
     weights = {p.name: c.weights[p.name] for p in c.parameters}
     write_safetensors(checkpoint / "parameters.safetensors", weights)
     write_index(checkpoint, plan)
-    _write(folder / "plan.json", dump_plan(plan).encode())
-    for path in (checkpoint, checkpoint.parent, *(folder / f"stage-{s.index}" for s in stages), folder):
-        _sync(path)
+    write_file(folder / "plan.json", dump_plan(plan).encode())
     return plan
+
+
+def write_on_device(c: Compilation, folder: Path) -> list[File]:
+    """The graphs of ONNX Runtime's own layout and the checkpoint beside them, if the passes made any."""
+    graphs = {name: model for name, model in c.graphs.items() if name.endswith(".onnx")}
+    if not graphs:
+        return []
+    root = folder / next(iter(graphs)).partition("/")[0]
+    root.mkdir()
+    written = [write_graph(model, folder, name) for name, model in graphs.items()]
+    inputs = next(iter(graphs.values())).graph.inputs
+    sources = {p.name: Source(p.name, p.dtype, p.shape, c.weights[p.name].tofile) for p in c.parameters}  # type: ignore[attr-defined]
+    held = [v for v in inputs if role(v) in ("parameter", "buffer")]
+    counters = [source(of(v), np.zeros(v.shape.numpy(), v.dtype.numpy())) for v in held if of(v) not in sources]  # type: ignore[union-attr]
+    trained = [p.name for p in c.parameters if p.trainable]
+    frozen = [s for name, s in sources.items() if name not in trained]
+    path = root / "checkpoint"
+    write_checkpoint(path, [sources[name] for name in trained], [*frozen, *counters])
+    checkpoint = File(file=path.relative_to(folder).as_posix(), sha256=file_hash(path))
+    return [*(File(file=g.file, sha256=g.sha256) for g in written), checkpoint]
 
 
 def _held_by_stage(c: Compilation) -> list[set[str]]:
@@ -198,10 +278,10 @@ def _held_by_stage(c: Compilation) -> list[set[str]]:
     return held
 
 
-def _write_stage(c: Compilation, folder: Path, index: int, held: set[str]) -> Stage:
+def write_stage(c: Compilation, folder: Path, index: int, held: set[str]) -> Stage:
     """One stage's graphs."""
     (folder / f"stage-{index}").mkdir()
-    phases = {p: _write_graph(m, folder, f"stage-{index}/{p}.onnx") for p, m in in_order(c.stages[index])}
+    phases = {p: write_graph(m, folder, f"stage-{index}/{p}.onnx") for p, m in in_order(c.stages[index])}
     return Stage(
         index=index,
         parameters=[p.name for p in c.parameters if p.name in held],
@@ -211,7 +291,7 @@ def _write_stage(c: Compilation, folder: Path, index: int, held: set[str]) -> St
     )
 
 
-def _write_graph(model: ir.Model, folder: Path, file: str, check: bool = True) -> GraphFile:
+def write_graph(model: ir.Model, folder: Path, file: str, check: bool = True) -> GraphFile:
     proto = ir.to_proto(model)
     if check:
         try:
@@ -219,7 +299,7 @@ def _write_graph(model: ir.Model, folder: Path, file: str, check: bool = True) -
         except Exception as error:
             raise ModelError(f"the compiled {file} is not valid ONNX, please report it: {error}") from error
     data = proto.SerializeToString(deterministic=True)
-    _write(folder / file, data)
+    write_file(folder / file, data)
     return GraphFile(
         file=file,
         sha256=hashlib.sha256(data).hexdigest(),
@@ -230,12 +310,10 @@ def _write_graph(model: ir.Model, folder: Path, file: str, check: bool = True) -
 
 def port(value: ir.Value) -> Port:
     """What the plan says of a graph's input or output."""
-    names = {"FLOAT": "float32", "DOUBLE": "float64"}
-    dtype = value.dtype.name if value.dtype is not None else "UNDEFINED"
     return Port(
         name=value.name or "",
         role=role(value) or "data",  # type: ignore[arg-type]
-        dtype=names.get(dtype, dtype.lower()),
+        dtype=type_name(value.dtype or ir.DataType.UNDEFINED),
         shape=None if (known := dims(value)) is None else list(known),
         of=value.metadata_props.get(OF),
         slot=value.metadata_props.get(SLOT),
@@ -243,7 +321,7 @@ def port(value: ir.Value) -> Port:
     )
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes) -> None:
     with open(path, "wb") as file:
         file.write(data)
         file.flush()

@@ -13,6 +13,7 @@ import typer
 from ortc.errors import OrtcError, RecipeError
 
 if TYPE_CHECKING:
+    from ortc.parts import PartPlan
     from ortc.plan import Plan
     from ortc.recipe import Recipe
 
@@ -40,6 +41,25 @@ Rules = Annotated[
     list[Path] | None,
     typer.Option("--rules", metavar="FILE.py", help="a Python file with your own gradient rules"),
 ]
+Gelu = Annotated[
+    str | None,
+    typer.Option(
+        metavar="keep|exact|tanh|quick",
+        help="the form of GELU that is trained, evaluated and exported: as the model has it, by erf, by tanh, by a sigmoid",
+    ),
+]
+Connect = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--connect", metavar="[STAGE:]OUT=[STAGE:]IN", help="an output of one stage is an input of other name in later ones"
+    ),
+]
+Renames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rename", metavar="OLD=NEW", help="names, with * for what stays, e.g. 'module.*=*'; the first that fits wins"
+    ),
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="threads of each session; default: all cores")]
 Force = Annotated[bool, typer.Option("--force", help="replace what is there")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="print errors only")]
@@ -55,6 +75,10 @@ def compile_(
     freeze: Freeze = None,
     wrt: Wrt = None,
     batch_norm: BatchNorm = None,
+    lora: Annotated[
+        str | None,
+        typer.Option(metavar="rank=8,alpha=16,targets=GLOB", help="train low-rank adapters in place of these weights"),
+    ] = None,
     optimizer: Annotated[
         str | None,
         typer.Option(
@@ -64,9 +88,17 @@ def compile_(
     lr: Annotated[float | None, typer.Option(help="learning rate after the warm-up")] = None,
     schedule: Annotated[str | None, typer.Option(help="constant, linear, cosine or polynomial")] = None,
     warmup: Annotated[int | None, typer.Option(help="steps of linear warm-up")] = None,
+    ema: Annotated[float | None, typer.Option(metavar="DECAY", help="keep a moving average of the weights, e.g. 0.999")] = None,
     clip_norm: Annotated[float | None, typer.Option(help="clip the gradients to this norm, all together")] = None,
     clip_value: Annotated[float | None, typer.Option(help="clip every element of the gradients to this size")] = None,
     precision: Annotated[str | None, typer.Option(metavar="fp32|fp16|bf16", help="type of products; weights stay fp32")] = None,
+    gelu: Gelu = None,
+    without: Annotated[
+        list[str] | None, typer.Option("--without", metavar="PASS", help="leave an optional pass out (`ortc rewrite --list`)")
+    ] = None,
+    with_: Annotated[
+        list[str] | None, typer.Option("--with", metavar="PASS", help="run a fusion that the target's table has off")
+    ] = None,
     loss_scale: Annotated[str | None, typer.Option(metavar="none|dynamic|NUMBER", help="default: dynamic for fp16")] = None,
     recompute: Annotated[
         str | None,
@@ -86,6 +118,13 @@ def compile_(
     stage_models: Annotated[
         bool, typer.Option("--stage-models", help="the models are stages of one, in order; values connect by name")
     ] = False,
+    connect: Connect = None,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="compile this rank's stage alone, the model; --boundary tells of the others")
+    ] = None,
+    boundary: Annotated[
+        Path | None, typer.Option(metavar="FILE.toml", help="what crosses between the stages; `ortc boundary` writes it")
+    ] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="pipeline ranks, fewer than stages only for interleaved")] = None,
     data_parallel: Annotated[
         int | None, typer.Option(min=1, help="copies of all stages, each with its part of a batch")
@@ -105,7 +144,14 @@ def compile_(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="seed of dropout and of the data order")] = None,
     target: TargetName = None,
+    artifacts: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ort", help="also write DIR/ort for ONNX Runtime's own on-device training API (C++, C#, Java, …)"),
+    ] = None,
     rules: Rules = None,
+    save_intermediate: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="write the graphs after every pass, without weights")
+    ] = None,
     force: Force = False,
     write_recipe: Annotated[bool, typer.Option("--write-recipe", help="print the recipe in force as TOML and stop")] = False,
     quiet: Quiet = False,
@@ -113,10 +159,11 @@ def compile_(
     """Build the training graphs of a model."""
     schedule_text, sizes = read_pipeline(pipeline) if pipeline is not None else (None, {})
     chosen = build_recipe(
-        recipe, loss=loss, train=train, freeze=freeze, wrt=wrt, batch_norm=batch_norm, optimizer=optimizer, lr=lr,
-        schedule=schedule, warmup=warmup, seed=seed, target=target, clip_norm=clip_norm, clip_value=clip_value,
-        precision=precision, loss_scale=loss_scale,
+        recipe, loss=loss, train=train, freeze=freeze, wrt=wrt, batch_norm=batch_norm, lora=lora, optimizer=optimizer,
+        lr=lr, schedule=schedule, warmup=warmup, seed=seed, target=target, ema=ema, clip_norm=clip_norm,
+        clip_value=clip_value, precision=precision, loss_scale=loss_scale, gelu=gelu, without=without, with_=with_,
         recompute={"nodes": recompute, "budget": None if memory_budget is None else parse_bytes(memory_budget)},
+        artifacts=artifacts,
         pipeline={
             "stages": stages or (len(cut) + 1 if cut else sizes.get("stages")), "schedule": schedule_text,
             "micro_batches": micro_batches or sizes.get("micro_batches"), "ranks": ranks or sizes.get("ranks"),
@@ -133,12 +180,72 @@ def compile_(
         raise RecipeError("say where the folder goes: -o DIR")
     from ortc.artifacts import compile, compile_stages
 
+    if (rank is None) != (boundary is None) or (rank is not None and stage_models) or (connect and not stage_models):
+        raise RecipeError(
+            "--rank and --boundary go together, for one rank's own models; --connect goes with --stage-models, for all of them"
+        )
+    if rank is not None and save_intermediate is not None:
+        raise RecipeError("--save-intermediate is for a whole model, not for one rank's")
+    if rank is not None and boundary is not None:
+        from ortc.boundary import load_boundary
+        from ortc.parts import compile_part
+
+        part = compile_part(models, output, load_boundary(boundary), rank, chosen, rules=rules or (), force=force)
+        if not quiet:
+            print(describe_part(part, output))
+        return
     if stage_models:
-        plan = compile_stages(models, output, chosen, rules=rules or (), force=force)
+        from ortc.boundary import parse_connections
+
+        connections = parse_connections(connect or ())
+        plan = compile_stages(
+            models, output, chosen, connections=connections, rules=rules or (), save_intermediate=save_intermediate, force=force
+        )
     elif len(models) > 1:
         raise RecipeError(f"{len(models)} models: give one, or --stage-models if they are the stages of one")
     else:
-        plan = compile(models[0], output, chosen, rules=rules or (), force=force)
+        plan = compile(models[0], output, chosen, rules=rules or (), save_intermediate=save_intermediate, force=force)
+    if not quiet:
+        print(describe_plan(plan, output))
+
+
+@app.command()
+def boundary(
+    models: Annotated[list[Path], typer.Argument(metavar="STAGE.onnx …", help="the models of all stages, in order")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE.toml")],
+    connect: Connect = None,
+    force: Force = False,
+) -> None:
+    """Write what crosses between stages: with it each is compiled where it is (`ortc compile --rank`)."""
+    from ortc.boundary import dump_boundary, parse_connections
+    from ortc.passes.joining import Stages, describe
+    from ortc.runtime.files import write_text
+
+    if output.exists() and not force:
+        raise RecipeError(f"{output} exists already; choose another name, or --force to replace it")
+    if len(models) < 2:
+        raise RecipeError("give the models of at least two stages, in order")
+    found = describe(Stages(models, parse_connections(connect or ())))
+    write_text(output, dump_boundary(found))
+    ways = [f"  {v.name} from stage {v.source} to {', '.join(map(str, v.readers))}" for v in found.values]
+    tied = [w.name for w in found.weights if w.tied]
+    print(f"{output}: {len(ways)} values between {found.stages} stages", *ways, sep="\n")
+    if tied:
+        print(f"  tied weights: {', '.join(tied)}")
+    print(f"next, where each model is: ortc compile MODEL.onnx --rank RANK --boundary {shlex.quote(str(output))} -o PART")
+
+
+@app.command()
+def join(
+    parts: Annotated[list[Path], typer.Argument(metavar="PART …", help="the folders of all ranks, of `ortc compile --rank`")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="the folder to make")],
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Put ranks that were compiled apart together, after checking that they fit."""
+    from ortc.parts import join_parts
+
+    plan = join_parts(parts, output, force=force)
     if not quiet:
         print(describe_plan(plan, output))
 
@@ -146,7 +253,7 @@ def compile_(
 @app.command()
 def run(
     folder: Folder,
-    data: Annotated[str, typer.Option(help=".npz, a folder of .npz/.npy, or module:function")],
+    data: Annotated[str, typer.Option(help=".npz, .parquet, a folder of such or .npy, a saved dataset, or module:function")],
     batch_size: Annotated[int, typer.Option(min=1)] = 32,
     steps: Annotated[int | None, typer.Option(min=1, help="train up to this step")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="passes over the data; default: 1")] = None,
@@ -154,29 +261,122 @@ def run(
     eval_every: Annotated[int | None, typer.Option(min=1, help="steps between evaluations; default: each epoch")] = None,
     save_every: Annotated[int | None, typer.Option(min=1, help="steps between checkpoints; default: each epoch")] = None,
     keep: Annotated[int, typer.Option(min=1, help="checkpoints to keep")] = 3,
-    restore: Annotated[str, typer.Option(metavar="latest|PATH|none", help="where to continue from")] = "latest",
+    restore: Annotated[str, typer.Option(metavar="latest|best|PATH|none", help="where to continue from")] = "latest",
     lr: Annotated[float | None, typer.Option(help="learning rate; default: the recipe's")] = None,
     schedule: Annotated[str | None, typer.Option(help="constant, linear, cosine or polynomial")] = None,
     warmup: Annotated[int | None, typer.Option(min=0, help="steps of linear warm-up")] = None,
     seed: Annotated[int | None, typer.Option(help="seed of the data order and dropout; default: the recipe's")] = None,
     drop_last: Annotated[bool, typer.Option("--drop-last", help="drop an epoch's last partial batch")] = False,
+    no_shuffle: Annotated[bool, typer.Option("--no-shuffle", help="take the samples in their stored order")] = False,
+    eval_batch_size: Annotated[int | None, typer.Option(min=1, help="default: --batch-size")] = None,
     threads: Threads = None,
     metrics: Annotated[Path | None, typer.Option(help="JSON-lines file; default: DIR/metrics.jsonl")] = None,
     profile: Annotated[
         Path | None,
         typer.Option(metavar="FILE.json", help="write a Chrome/Perfetto trace of the last step, predicted and measured"),
     ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option("--metric", metavar="NAME|FILE.onnx", help="evaluate accuracy, perplexity, f1, or your own graph"),
+    ] = None,
+    best: Annotated[
+        str | None,
+        typer.Option(metavar="[min:|max:]NAME", help="keep the best checkpoint by this (--restore best)"),
+    ] = None,
+    patience: Annotated[int | None, typer.Option(min=1, help="stop after so many evaluations without a better one")] = None,
+    tensorboard: Annotated[Path | None, typer.Option(metavar="DIR", help="write TensorBoard event files")] = None,
+    histograms: Annotated[
+        list[str] | None, typer.Option("--histograms", metavar="GLOB", help="with histograms and norms of these weights")
+    ] = None,
+    histogram_every: Annotated[int, typer.Option(min=1, help="steps between histograms")] = 100,
+    fetch: Annotated[
+        list[str] | None, typer.Option("--fetch", metavar="NAME", help="write this value of the training graph, DIR/fetched/")
+    ] = None,
+    fetch_every: Annotated[int, typer.Option(min=1, help="steps between fetches")] = 1,
+    rename: Annotated[
+        list[str] | None, typer.Option("--rename", metavar="DATA=INPUT", help="an array of the data is this input")
+    ] = None,
+    ep: Annotated[
+        list[str] | None,
+        typer.Option("--ep", metavar="NAME[:k=v,…]", help="execution providers, the first preferred: cuda,cpu; default: cpu"),
+    ] = None,
+    session_option: Annotated[
+        list[str] | None, typer.Option("--session-option", metavar="KEY=VALUE", help="an option of ONNX Runtime's sessions")
+    ] = None,
+    ort_profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="write ONNX Runtime's own traces, as one for Perfetto"),
+    ] = None,
+    log_every: Annotated[int | None, typer.Option(min=1, help="steps between lines, in place of a progress bar")] = None,
     quiet: Quiet = False,
+    json: Annotated[bool, typer.Option("--json", help="print the lines of the metrics file, and nothing else")] = False,
 ) -> None:
     """Train; continues where it stopped."""
     from ortc.runtime.run import run as run_training
 
+    if quiet and json:
+        raise RecipeError("--quiet and --json exclude each other")
+    names = dict(_named(text, "--rename") for text in rename or ())
+
     code = run_training(
         folder, data=data, batch_size=batch_size, steps=steps, epochs=epochs, eval_data=eval_data, eval_every=eval_every,
         save_every=save_every, keep=keep, restore=restore, lr=lr, schedule=schedule, warmup=warmup, seed=seed,
-        drop_last=drop_last, threads=threads, metrics=metrics, profile=profile, quiet=quiet,
+        drop_last=drop_last, shuffle=not no_shuffle, eval_batch_size=eval_batch_size, threads=threads, metrics=metrics,
+        profile=profile, metric=metric or (),
+        best=best, patience=patience, tensorboard=tensorboard, histograms=histograms or (), histogram_every=histogram_every,
+        fetch=fetch or (), fetch_every=fetch_every, rename=names, providers=ep or (), session_options=session_option or (),
+        ort_profile=ort_profile, log_every=log_every, quiet=quiet, json=json,
     )  # fmt: skip
     raise typer.Exit(code)
+
+
+@app.command("import-weights")
+def import_weights(
+    folder: Folder,
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help=".safetensors, PyTorch's .pt (no code runs), .h5, or ONNX Runtime's checkpoint"),
+    ],
+    rename: Renames = None,
+    transpose: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="the file has these parameters of the model transposed")
+    ] = None,
+    cast: Annotated[bool, typer.Option("--cast", help="convert floats of another precision")] = False,
+    partial: Annotated[bool, typer.Option("--partial", help="leave parameters that the file lacks as they are")] = False,
+    force: Annotated[bool, typer.Option("--force", help="also where a run has saved checkpoints; they stay")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Start from the weights in a file of another tool."""
+    from ortc.runtime.exchange import import_weights
+
+    result = import_weights(
+        folder, file, rename=_renames(rename), transpose=transpose or (), cast=cast, partial=partial, force=force
+    )
+    if not quiet:
+        print(result)
+
+
+@app.command("export-weights")
+def export_weights(
+    folder: Folder,
+    output: Annotated[
+        Path,
+        typer.Option("-o", "--output", metavar="FILE", help=".safetensors, .pt, .h5, or .ckpt for ONNX Runtime's checkpoint"),
+    ],
+    checkpoint: Annotated[str, typer.Option(metavar="latest|PATH|none", help="whose weights")] = "latest",
+    format_: Annotated[
+        str | None, typer.Option("--format", metavar="NAME", help="safetensors, pytorch, hdf5 or ort; default: by the ending")
+    ] = None,
+    rename: Renames = None,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write the weights into a file for another tool, under the model's names."""
+    from ortc.runtime.exchange import export_weights
+
+    source = export_weights(folder, output, which=checkpoint, kind=format_, rename=_renames(rename), force=force)
+    if not quiet:
+        print(f"{output}: weights of {source}")
 
 
 @app.command()
@@ -184,14 +384,19 @@ def export(
     folder: Folder,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE.onnx")],
     data: Annotated[str | None, typer.Option(help="data to check the export on; default: made up")] = None,
-    restore: Annotated[str, typer.Option(metavar="latest|PATH", help="the checkpoint to export")] = "latest",
+    adapters: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.onnx_adapter", help="write the adapters (--lora) apart; the model takes them as inputs"),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="the weights themselves, not their moving average (--ema)")] = False,
+    restore: Annotated[str, typer.Option(metavar="latest|best|PATH", help="the checkpoint to export")] = "latest",
     force: Force = False,
 ) -> None:
     """Write the original model with the trained weights, as a plain inference model, and check it."""
     from ortc.runtime.trainer import Trainer
 
     with Trainer(folder, restore=restore) as trainer:
-        result = trainer.export(output, data=data, force=force)
+        result = trainer.export(output, data=data, force=force, adapters=adapters, raw=raw)
     print(result)
 
 
@@ -247,16 +452,84 @@ def inspect(
     schedule: Annotated[
         Path | None, typer.Option(metavar="FILE.txt", help="of a folder: write its schedule as text, to edit")
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="REPORT.html", help="of a folder: write one page with all of it, to open in a browser"),
+    ] = None,
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="TRACE.json", help="with --html: what `ortc run --profile` or ONNX Runtime measured; repeat for both"
+        ),
+    ] = None,
+    metrics: Annotated[
+        Path | None, typer.Option(metavar="FILE.jsonl", help="with --html: of past runs; default: DIR/metrics.jsonl")
+    ] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=N", help="with --html: size of a symbolic dimension, for what is predicted"),
+    ] = None,
 ) -> None:
     """List every weight with its fate and the reason; of an output folder its graphs, stages and schedule too."""
     from ortc.inspection import inspect_folder, inspect_model
 
+    if html is None and (profile or metrics or size):
+        raise RecipeError("--profile, --metrics and --size go with --html, for the page")
     if path.is_dir():
-        inspect_folder(path, timeline, schedule)
-    elif timeline or schedule:
-        raise RecipeError(f"--timeline and --schedule are of an output folder of `ortc compile`, which {path} is not")
+        if html is not None:
+            from ortc.report import write_report
+
+            write_report(path, html, profiles=profile or (), metrics=metrics, sizes=_pairs(size, "--size"))
+            print(f"{html}: open it in a browser")
+        if html is None or timeline or schedule:
+            inspect_folder(path, timeline, schedule)
+    elif timeline or schedule or html:
+        raise RecipeError(f"--timeline, --schedule and --html are of an output folder of `ortc compile`, which {path} is not")
     else:
         inspect_model(path, build_recipe(recipe, loss=loss, train=train, freeze=freeze, batch_norm=batch_norm), rules or ())
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="a model, or an output folder")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="another")],
+) -> None:
+    """What is different between two models or output folders, as graphs; exit code 1 if anything is."""
+    from ortc.diff import diff as compare
+
+    difference = compare(a, b)
+    print(difference)
+    if difference:
+        raise typer.Exit(1)
+
+
+@app.command()
+def explain(
+    folder: Folder,
+    name: Annotated[str, typer.Argument(metavar="TENSOR|NODE", help="its name, in the model or in any compiled graph")],
+) -> None:
+    """Where a tensor or a node came from, what it is, why it is kept, cast or frozen, and who reads it."""
+    from ortc.explain import explain as text_of
+
+    print(text_of(folder, name))
+
+
+@app.command()
+def verify(
+    folder: Folder,
+    model: Annotated[
+        Path | None, typer.Option(metavar="MODEL.onnx", help="the model it was compiled from; default: what the folder exports")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(metavar="BATCH.npz", help="one batch; default: made up")] = None,
+    rules: Rules = None,
+    threads: Threads = None,
+) -> None:
+    """Check on this machine that the compiled graphs compute what the model does; exit code 1 if one does not."""
+    from ortc.verify import report
+    from ortc.verify import verify as checks_of
+
+    if not report(checks_of(folder, model, data, rules=rules or (), threads=threads)):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -316,6 +589,37 @@ def ops(
 
 
 @app.command()
+def rewrite(
+    model: Annotated[Path | None, typer.Argument(metavar="[MODEL.onnx]", help="any model; needless with --list")] = None,
+    passes: Annotated[
+        list[str] | None, typer.Option("--pass", metavar="NAME[,NAME]", help="what to run, in the order of a compilation")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE.onnx", help="the file to write")] = None,
+    show: Annotated[bool, typer.Option("--list", help="say which passes there are, and stop")] = False,
+    gelu: Gelu = None,
+    target: TargetName = None,
+    recipe: RecipeFile = None,
+    rules: Rules = None,
+    force: Force = False,
+) -> None:
+    """Run single passes on a model; the result computes the same (or what --gelu chooses)."""
+    chosen = build_recipe(recipe, gelu=gelu, target=target)
+    from ortc.inspection import list_passes, summarise_rewrites
+    from ortc.standalone import rewrite_model
+
+    if show:
+        print(list_passes(chosen))
+        return
+    if model is None or output is None:
+        raise RecipeError("say which model and where the result goes: ortc rewrite MODEL.onnx --pass NAME -o FILE.onnx")
+    names = [name for text in passes or () for name in text.split(",")]
+    c = rewrite_model(model, output, names, chosen, rules=rules or (), force=force)
+    print("\n".join([f"{output}: {len(c.graph)} nodes", *summarise_rewrites(c.rewrites), *c.warnings]))
+    if any(node.domain == "ortc" for node in c.graph.all_nodes()):
+        print("it holds operators of ortc's own; `--pass lower` beside the others writes them in the standard's")
+
+
+@app.command()
 def demo(
     folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="where to keep the result; default: nowhere")] = None,
     threads: Threads = None,
@@ -334,17 +638,23 @@ def build_recipe(
     freeze: list[str] | None = None,
     wrt: list[str] | None = None,
     batch_norm: str | None = None,
+    lora: str | None = None,
     optimizer: str | None = None,
     lr: float | None = None,
     schedule: str | None = None,
     warmup: int | None = None,
     seed: int | None = None,
     target: str | None = None,
+    ema: float | None = None,
     clip_norm: float | None = None,
     clip_value: float | None = None,
     precision: str | None = None,
     loss_scale: str | None = None,
     recompute: dict[str, Any] | None = None,
+    gelu: str | None = None,
+    without: list[str] | None = None,
+    with_: list[str] | None = None,
+    artifacts: list[str] | None = None,
     pipeline: dict[str, Any] | None = None,
 ) -> Recipe:
     """A recipe file (or the defaults) with the flags that were given on top.
@@ -357,18 +667,22 @@ def build_recipe(
     fields: dict[str, Any] = (load_recipe(path) if path else Recipe()).model_dump()
     if loss:
         fields["loss"] = [parse_loss(text) for text in loss]
+    if lora is not None:
+        fields["lora"] = {**(fields["lora"] or {}), **parse_lora(lora)}
     if optimizer:
         name, options = split_options(optimizer)
         fields["optimizer"] = {**fields["optimizer"], "name": name, "options": options}
     tables = (
         (fields["parameters"], {"train": train or None, "freeze": freeze or None}),
         (fields["learning_rate"], {"base": lr, "schedule": schedule, "warmup": warmup}),
-        (fields["optimizer"], {"max_norm": clip_norm, "max_value": clip_value}),
+        (fields["optimizer"], {"ema": ema, "max_norm": clip_norm, "max_value": clip_value}),
         (fields["precision"], {"type": precision}),
         (fields["precision"]["loss_scale"], _loss_scale(loss_scale)),
         (fields["recompute"], recompute or {}),
         (fields["pipeline"], pipeline or {}),
-        (fields, {"wrt": wrt or None, "batch_norm": batch_norm, "seed": seed, "target": target}),
+        (fields, {"wrt": wrt or None, "batch_norm": batch_norm, "seed": seed, "target": target, "gelu": gelu}),
+        (fields, {"artifacts": artifacts or None}),
+        (fields["passes"], {"off": without or None, "on": with_ or None}),
     )
     for table, flags in tables:
         table.update({key: value for key, value in flags.items() if value is not None})
@@ -397,6 +711,16 @@ def read_pipeline(name: str) -> tuple[str, dict[str, int]]:
         raise RecipeError(f"{name}: {error}") from None
 
 
+def _renames(texts: list[str] | None) -> dict[str, str]:
+    """``OLD=NEW``, several times."""
+    rules = dict(text.partition("=")[::2] for text in texts or ())
+    if not all(rules) or any("=" not in text for text in texts or ()):
+        raise RecipeError(
+            f"--rename: {next(t for t in texts or () if not t.partition('=')[0] or '=' not in t)!r} is not OLD=NEW"
+        )
+    return rules
+
+
 def _pairs(texts: list[str] | None, flag: str) -> dict[str, int] | None:
     """``NAME=NUMBER``, several times."""
     pairs: dict[str, int] = {}
@@ -406,6 +730,13 @@ def _pairs(texts: list[str] | None, flag: str) -> dict[str, int] | None:
             raise RecipeError(f"{flag}: {text!r} is not NAME=NUMBER")
         pairs[name] = int(number)
     return pairs or None
+
+
+def _named(text: str, flag: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name or not value:
+        raise RecipeError(f"{flag}: {text!r} is not NAME=NAME")
+    return name, value
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -436,6 +767,17 @@ def _loss_scale(text: str | None) -> dict[str, Any]:
         return {"mode": "static", "initial": float(text)}
     except ValueError:
         raise RecipeError(f"--loss-scale: {text!r} is neither none, dynamic nor a number") from None
+
+
+def parse_lora(text: str) -> dict[str, Any]:
+    """``rank=8,alpha=16,targets='*attn*'`` as the recipe's table; several targets as ``targets=[GLOB,GLOB]``."""
+    _, options = split_options(f"lora:{text}") if text else ("", {})
+    if text and not options:
+        raise RecipeError(f"--lora: {text!r} is not KEY=VALUE,…: rank, alpha and targets can be said")
+    targets = options.get("targets")
+    if isinstance(targets, str):
+        options["targets"] = [glob.strip(" '\"") for glob in targets.strip("[]").split(",")]
+    return options
 
 
 def parse_loss(text: str) -> dict[str, Any]:
@@ -474,7 +816,7 @@ def _value(text: str) -> Any:
 
 def describe_plan(plan: Plan, output: Path) -> str:
     """What was compiled, in a few lines: what was chosen, and how to choose otherwise."""
-    from ortc.inspection import recompute_lines, schedule_name, stage_lines
+    from ortc.inspection import gelu_lines, recompute_lines, schedule_name, stage_lines, summarise_rewrites
 
     trained = plan.trainable()
     count = sum(math.prod(p.shape) for p in trained)
@@ -489,6 +831,7 @@ def describe_plan(plan: Plan, output: Path) -> str:
     lines.append(
         f"  optimizer   {plan.recipe.optimizer.name}, learning rate {rate.base:g}, {rate.schedule} (--optimizer, --lr)"
     )
+    lines += gelu_lines(plan) + summarise_rewrites(plan.rewrites)
     pipeline = plan.recipe.pipeline
     if pipeline.divided:
         ranks = (pipeline.ranks or pipeline.stages) * pipeline.replicas
@@ -498,8 +841,49 @@ def describe_plan(plan: Plan, output: Path) -> str:
         )
         lines += stage_lines(plan)
     lines += recompute_lines(plan)
+    inputs = _data_inputs(plan)
+    if pipeline.stages > 1:
+        where = (f"{name} (stage {', '.join(map(str, stages))})" for name, stages in inputs.items())
+        lines.append(f"  inputs      {', '.join(where)}")
+    if plan.artifacts:
+        lines.append(f"  also        {plan.artifacts[0].file.partition('/')[0]}/ for ONNX Runtime's own on-device training API")
     lines += [f"warning: {text}" for text in plan.warnings]
     lines.append(f"next: ortc run {folder} --data train.npz")
+    return "\n".join(lines)
+
+
+def _data_inputs(plan: Plan) -> dict[str, list[int]]:
+    """The arrays that a batch has, with the stages that read them."""
+    found: dict[str, list[int]] = {}
+    for stage in plan.stages:
+        ports = [p for graph in stage.phases.values() for p in graph.inputs if p.role in ("data", "label")]
+        for name in dict.fromkeys(p.of or p.name for p in ports):
+            found.setdefault(name, []).append(stage.index)
+    return found
+
+
+def describe_part(part: PartPlan, output: Path) -> str:
+    """What was compiled of one rank, in a few lines."""
+    folder = shlex.quote(str(output))
+    lines = []
+    for piece in part.pieces:
+        stage = piece.stage
+        trained = [p for p in piece.parameters if p.trainable]
+        lines.append(f"{output}: stage {stage.index} of {part.boundary.stages}, {piece.model}, for {part.target}")
+        lines.append(f"  parameters  {len(trained)} train, {sum(math.prod(p.shape) for p in trained):,} values")
+        ports = stage.phases["forward"]
+        for what, values in (
+            ("inputs", ports.inputs),
+            ("targets", ports.inputs),
+            ("reads", ports.inputs),
+            ("sends", ports.outputs),
+        ):
+            role = {"inputs": "data", "targets": "label"}.get(what, "boundary")
+            names = [p.of or p.name for p in values if p.role == role]
+            if names:
+                lines.append(f"  {what:<11} {', '.join(names)}")
+        lines += [f"warning: {text}" for text in piece.warnings]
+    lines.append(f"next, with the parts of all ranks: ortc join {folder} … -o stages/")
     return "\n".join(lines)
 
 

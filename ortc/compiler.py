@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import onnx_ir as ir
 
-from ortc.plan import LossInfo, ParameterInfo, Recomputed, StageCosts
+from ortc.boundary import Part
+from ortc.errors import RecipeError
+from ortc.plan import AdapterInfo, LossInfo, ParameterInfo, PassRun, Recomputed, RewriteInfo, StageCosts
 from ortc.recipe import Recipe
 from ortc.target import Target
 
@@ -30,45 +32,92 @@ class Compilation:
     model: ir.Model
     recipe: Recipe
     target: Target
+    part: Part | None = None  # which stage of a model that is compiled apart
     graphs: dict[str, ir.Model] = field(default_factory=dict)
     stages: list[dict[str, ir.Model]] = field(default_factory=list)
     costs: list[StageCosts] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)  # of symbolic dimensions, as assumed for the costs
     recomputed: dict[int, Recomputed] = field(default_factory=dict)  # by stage
     weights: dict[str, ir.TensorProtocol] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)  # a weight's copy in the file -> the weight
     parameters: list[ParameterInfo] = field(default_factory=list)
     constants: list[tuple[str, str]] = field(default_factory=list)  # initialisers that cannot train: (name, why)
+    adapters: list[AdapterInfo] = field(default_factory=list)
     losses: list[LossInfo] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    history: list[tuple[str, int, int]] = field(default_factory=list)  # (pass, nodes before, nodes after)
+    complaints: list[str] = field(default_factory=list)  # of a part: what the recipe names and another part may have
+    rewrites: list[RewriteInfo] = field(default_factory=list)
+    history: list[PassRun] = field(default_factory=list)
 
     @property
     def graph(self) -> ir.Graph:
         """The graph of ``model``."""
         return self.model.graph
 
+    def complain(self, text: str) -> None:
+        """The recipe names what is not there; where only a part is at hand, another may have it.
+
+        Raises:
+            RecipeError: with the text, if this is the whole model.
+        """
+        if self.part is None:
+            raise RecipeError(text)
+        self.complaints.append(text)
+
     def all_models(self) -> dict[str, ir.Model]:
         """Every model that is in work or finished, by a name for messages."""
         staged = {f"stage {s} {phase}": m for s, phases in enumerate(self.stages) for phase, m in phases.items()}
         return {"model": self.model, **self.graphs, **staged}
+
+    def count_nodes(self) -> int:
+        """Nodes of the training graph: of the model, and once it is cut of all stages' forward and backward."""
+        if not any(self.stages):
+            return len(self.graph)
+        apart = ("eval", "optimizer")
+        return sum(len(m.graph) for phases in self.stages for p, m in phases.items() if not p.startswith(apart))
 
 
 class Pass:
     """One rewriting step: a frozen dataclass whose fields are its options and whose docstring is their documentation.
 
     ``after`` names passes that must have run before; the list's order is the person's who wrote it, this only checks it.
+    ``preserves``: whether the graphs compute the same as before, where they have the same outputs.
     """
 
     name: ClassVar[str]
     after: ClassVar[tuple[str, ...]] = ()
+    optional: ClassVar[bool] = False  # whether a recipe may switch it off
+    alone: ClassVar[bool] = False  # whether it means something for a model by itself (`ortc rewrite`)
+
+    @classmethod
+    def summary(cls) -> str:
+        """The first line of its documentation."""
+        return (cls.__doc__ or "").strip().splitlines()[0]
+
+    def asked_for(self, recipe: Recipe) -> bool:
+        """Whether a field of the recipe needs the pass, whatever a target's table says."""
+        return False
+
+    preserves: ClassVar[bool] = True  # what the graphs compute, but for rounding; `ortc verify` holds the pass to it
 
     def run(self, c: Compilation) -> None:
         """Rewrite the compilation in place."""
         raise NotImplementedError
 
 
-def run_passes(passes: Sequence[Pass], c: Compilation) -> Compilation:
+def run_passes(
+    passes: Sequence[Pass],
+    c: Compilation,
+    alone: bool = False,
+    after: Callable[[Pass, Compilation], None] | None = None,
+) -> Compilation:
     """Run the passes in order and check the graph after each.
+
+    Args:
+        passes: in order.
+        c: what they work on.
+        alone: without those that they come after in a compilation.
+        after: called after each pass; it changes nothing.
 
     Raises:
         OrtcError: a mistake in the user's model or recipe, as found by a pass.
@@ -77,15 +126,45 @@ def run_passes(passes: Sequence[Pass], c: Compilation) -> Compilation:
     done: list[str] = []
     with paused_gc():
         for step in passes:
+            if not is_on(step, c.recipe, c.target):
+                done.append(step.name)
+                continue
             missing = [name for name in step.after if name not in done]
-            assert not missing, f"pass {step.name} must run after {missing}"
-            before = len(c.graph)
+            assert alone or not missing, f"pass {step.name} must run after {missing}"
+            before = c.count_nodes()
             step.run(c)
-            c.history.append((step.name, before, len(c.graph)))
+            c.history.append(PassRun(name=step.name, before=before, after=c.count_nodes()))
             for phase, model in c.all_models().items():
                 check_invariants(model, f"pass {step.name} ({phase})")
             done.append(step.name)
+            if after is not None:
+                after(step, c)
     return c
+
+
+def check_switches(passes: Sequence[Pass], recipe: Recipe) -> None:
+    """Check the passes that a recipe has on and off.
+
+    Raises:
+        RecipeError: there is no such pass, it is required, or it is to be on and off.
+    """
+    optional = [step.name for step in passes if step.optional]
+    for switch, names in (("off", recipe.passes.off), ("on", recipe.passes.on)):
+        for name in names:
+            if name not in (step.name for step in passes):
+                raise RecipeError(f"passes.{switch}: there is no pass {name!r}; optional are {', '.join(optional)}")
+            if name not in optional:
+                raise RecipeError(f"passes.{switch}: the pass {name!r} is required; optional are {', '.join(optional)}")
+    for step in passes:
+        if step.name in recipe.passes.off and (step.name in recipe.passes.on or step.asked_for(recipe)):
+            raise RecipeError(f"passes.off: {step.name!r} is off, and the recipe asks for it at another place")
+
+
+def is_on(step: Pass, recipe: Recipe, target: Target) -> bool:
+    """Whether a pass runs: as the recipe says, else as the target's table does."""
+    if not step.optional or step.name in recipe.passes.off:
+        return not step.optional
+    return target.fusions.get(step.name, True) or step.name in recipe.passes.on or step.asked_for(recipe)
 
 
 def check_invariants(model: ir.Model, where: str) -> None:
@@ -141,6 +220,14 @@ def stages_of(value: ir.Value) -> list[int] | None:
 def role(value: ir.Value) -> str | None:
     """The role given by :func:`set_role`."""
     return value.metadata_props.get(ROLE)
+
+
+def ends(c: Compilation) -> list[ir.Value]:
+    """The outputs that gradients come from: the loss, the first one, or what a part makes for others and gets gradients of."""
+    if c.part is None or c.part.is_last:
+        return list(c.graph.outputs[:1])
+    wanted = {v.name for v in c.part.leaving if v.differentiable}
+    return [v for v in c.graph.outputs if role(v) == "boundary" and of(v) in wanted]
 
 
 def of(value: ir.Value) -> str:

@@ -32,4 +32,11 @@ class CheckpointError(OrtcError):
 
 
 class NotFiniteError(OrtcError):
-    """The loss or a gradient is NaN or infinite."""
+    """The loss or a gradient is NaN or infinite.
+
+    Attributes:
+        report: what was found, as JSON data: the step, the loss, the first node that made such a value where one process ran
+            the whole model, and how large the elements of each gradient are.
+    """
+
+    report: dict | None = None

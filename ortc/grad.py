@@ -124,7 +124,7 @@ def check_gradients(
     checked = [key(port) for port in phase.outputs if port.role == "gradient" and matches(key(port), parameters or ["*"])]
     if not checked:
         raise RecipeError(f"--parameters: no trained parameter is called {', '.join(map(repr, parameters))}")
-    kind, tolerance = _tolerance(graph)
+    kind, tolerance = narrowest(graph)
     function = _LossInDouble(graph, feeds)
     if not abs(function.here - loss) <= tolerance * max(1.0, abs(function.here)):
         raise OrtcError(
@@ -261,7 +261,7 @@ def _fed(port: Port, batch: Batch, trainer: Trainer) -> np.ndarray:
     return np.asarray(counters[key(port)], port.dtype)
 
 
-def _tolerance(graph: onnx.ModelProto) -> tuple[str, float]:
+def narrowest(graph: onnx.ModelProto) -> tuple[str, float]:
     """The narrowest type that the graph computes in, and the tolerance for it."""
     values = [*graph.graph.input, *graph.graph.value_info, *graph.graph.output]
     types = {v.type.tensor_type.elem_type for v in values}

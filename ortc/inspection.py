@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ortc.errors import OrtcError, PlanError
-from ortc.plan import ParameterInfo, Plan, load_plan
+from ortc.plan import ParameterInfo, Plan, RewriteInfo, load_plan
 from ortc.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -156,6 +156,42 @@ def recompute_lines(plan: Plan) -> list[str]:
     return lines
 
 
+def gelu_lines(plan: Plan) -> list[str]:
+    """What the choice of a form of GELU has changed."""
+    form = plan.recipe.gelu
+    if form == "keep":
+        return []
+    found = {r.rule: r.count for r in plan.rewrites if r.by == f"gelu to {form}"}
+    changed = [f"{count} {rule}" for rule, count in found.items() if rule != form]
+    what = f"{' and '.join(changed)} became {form}" if changed else f"there was none to change to {form}"
+    return [f"  gelu        {what}, in training, evaluation and export (--gelu keep leaves them)"]
+
+
+def summarise_rewrites(rewrites: Sequence[RewriteInfo]) -> list[str]:
+    """What the fusions found, in a line, or none."""
+    found: dict[str, int] = {}
+    for r in rewrites:
+        found[r.by] = found.get(r.by, 0) + r.count
+    return [f"  fusions     {', '.join(f'{count} {by}' for by, count in found.items())}"] if found else []
+
+
+def list_passes(recipe: Recipe) -> str:
+    """Every pass in order: whether it runs, whether that may be changed, whether it runs alone, and what it does."""
+    from ortc import passes
+    from ortc.compiler import is_on
+    from ortc.target import load_target
+
+    target = load_target(recipe.target)
+    rows = [("pass", "runs", "alone", "what it does")]
+    for step in passes.standard():
+        runs = "always" if not step.optional else "on" if is_on(step, recipe, target) else "off"
+        rows.append((step.name, runs, "yes" if step.alone else "", step.summary()))
+    told = "on and off are of the target {}, and `ortc compile` changes them: --with PASS, --without PASS"
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, told.format(target.name)])
+
+
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows of cells as lines, each column as wide as it must be, the cells on its right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -168,7 +204,7 @@ def format_bytes(count: float) -> str:
         if count < 1024 or unit == "GiB":
             break
         count /= 1024
-    return f"{count:.3g} {unit}"
+    return f"{count:.3g} {unit}" if count < 1000 else f"{count:,.0f} {unit}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -18,6 +18,11 @@ from ortc.recipe import Recipe, describe_location
 
 PLAN_VERSION: Final = 1
 
+# The state's slot that holds a parameter's exponential moving average.
+AVERAGE: Final = "ema"
+# In ONNX Runtime's on-device layout a frozen parameter of this name counts the runs of a graph with random numbers.
+STEP_COUNTER: Final = "ortc.step"
+
 Role = Literal[
     "data",  # fed by the user, from the batch
     "label",  # fed by the user, read by the loss
@@ -52,13 +57,11 @@ class Port(_Table):
     stages: list[int] | None = Field(None, description="of a boundary: the stages at the other end")
 
 
-class GraphFile(_Table):
-    """One ONNX file: a phase, or the template of the export."""
+class File(_Table):
+    """A file of the folder."""
 
     file: str = Field(description="path relative to the plan, with forward slashes")
     sha256: str
-    inputs: list[Port]
-    outputs: list[Port]
 
     @field_validator("file")
     @classmethod
@@ -67,6 +70,13 @@ class GraphFile(_Table):
         if ".." in parts or value.startswith(("/", "\\")) or ":" in parts[0]:
             raise ValueError("the path must stay inside the folder")
         return value
+
+
+class GraphFile(File):
+    """One ONNX file: a phase, or the template of the export."""
+
+    inputs: list[Port]
+    outputs: list[Port]
 
 
 class ParameterInfo(_Table):
@@ -82,6 +92,15 @@ class ParameterInfo(_Table):
     copies: list[str] = Field(default_factory=list, description="names in the model of transposed copies, which follow it")
 
 
+class AdapterInfo(_Table):
+    """A low-rank adapter: its weight W counts as W + scale · L·R, L and R as matrices, in any shape."""
+
+    weight: str = Field(description="the parameter beside which it is")
+    left: str = Field(description="the parameter L; its second dimension is the rank")
+    right: str = Field(description="the parameter R; its first dimension is the rank")
+    scale: float
+
+
 class StageCosts(_Table):
     """What the compiler predicts of a stage, for one micro-batch of the sizes that it was told."""
 
@@ -95,9 +114,11 @@ class StageCosts(_Table):
     parameter_bytes: int
     gradient_bytes: int
     state_bytes: int
-    stash_bytes: int = Field(description="kept for the backward by the micro-batches in flight")
+    kept_bytes: int = Field(0, description="kept for the backward, of one micro-batch")
+    kept_for_weights_bytes: int = Field(0, description="and from the gradients of the inputs to those of the weights")
+    stash_bytes: int = Field(description="what is kept by all micro-batches, at the most")
     in_flight: int = Field(description="how many those are under the recipe's schedule")
-    boundary_bytes: int
+    boundary_bytes: int = Field(description="what arrives and leaves beside it, when that is the most")
 
     @property
     def seconds(self) -> float:
@@ -145,6 +166,7 @@ class LossInfo(_Table):
     output: str
     labels: str | None = Field(description="the target's graph input; null for `none`")
     weight: float
+    axis: int | None = Field(None, description="which axis of the output is the classes'")
     classes: int | None = Field(None, description="number of classes; integer targets must lie in [0, classes)")
     ignore_index: int | None = Field(None, description="a target value that is skipped")
     class_weights: list[float] | None = Field(None, description="weights of the classes in the mean")
@@ -152,6 +174,22 @@ class LossInfo(_Table):
         "mean", description="over its targets; samples: the mean of parts of a batch counts their samples"
     )
     chosen: str = Field(description="why this loss: the recipe, or what was recognised")
+
+
+class RewriteInfo(_Table):
+    """How often a rewrite replaced what it looks for."""
+
+    by: str = Field(description="the pass, or its part")
+    rule: str = Field(description="the rewrite; of gelu the form that the model had")
+    count: int
+
+
+class PassRun(_Table):
+    """What a pass of the compilation did."""
+
+    name: str
+    before: int = Field(description="nodes of the training graph before it, of all stages")
+    after: int = Field(description="and after it")
 
 
 class Plan(_Table):
@@ -168,9 +206,14 @@ class Plan(_Table):
     losses: list[LossInfo]
     stages: list[Stage]
     export: GraphFile = Field(description="the inference model without its parameters; `ortc export` adds them")
+    adapters: list[AdapterInfo] = Field(default_factory=list)
+    adapter_export: GraphFile | None = Field(None, description="with adapters: the inference model that takes them as inputs")
     criterion: GraphFile = Field(description="the loss alone: from the model's outputs and the labels")
+    artifacts: list[File] = Field(default_factory=list, description="files in other layouts, which the runtime does not read")
     checkpoint: str = Field("checkpoint", description="folder of the checkpoints, step-0 is the initial one")
+    rewrites: list[RewriteInfo] = Field(default_factory=list, description="what the fusions did")
     warnings: list[str] = Field(default_factory=list)
+    history: list[PassRun] = Field(default_factory=list, description="the passes, in order; of stages joined later none")
 
     def identity(self) -> str:
         """A hash of the whole plan: ranks that work together have the same."""
@@ -197,6 +240,8 @@ def load_plan(folder: str | Path) -> Plan:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
+        if (path.parent / "part.json").exists():
+            raise PlanError(f"{folder} is one rank's part of a model: `ortc join` puts those of all ranks together") from None
         raise PlanError(f"{folder} has no plan.json: is it an output folder of `ortc compile`?") from None
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"cannot read {path}: {error}") from None

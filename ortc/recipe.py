@@ -47,6 +47,12 @@ class Optimizer(_Table):
     options: dict[str, Any] = Field(default_factory=dict, description="the optimizer's own options, e.g. beta1")
     max_norm: float | None = Field(None, gt=0, description="clip the gradients so that their norm together is at most this")
     max_value: float | None = Field(None, gt=0, description="clip each element of the gradients to ± this, after max_norm")
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="keep an average of the weights, decaying so much a step, which is evaluated and exported",
+    )
     decay_all: bool = Field(False, description="also decay biases and norms (parameters with fewer than two dimensions)")
 
 
@@ -65,6 +71,16 @@ class Parameters(_Table):
 
     train: list[str] = Field(default_factory=list, description="globs; empty: every weight that can train")
     freeze: list[str] = Field(default_factory=list, description="globs; wins over `train`")
+
+
+class Lora(_Table):
+    """Low-rank adapters (arXiv 2106.09685): they train, the weights beside them do not unless `parameters.train` names them."""
+
+    rank: int = Field(8, ge=1, description="inner size of the factors")
+    alpha: float = Field(16.0, gt=0, description="the factors' product counts alpha / rank times")
+    targets: list[str] = Field(
+        default_factory=lambda: ["*"], min_length=1, description="globs over weights, or over the nodes that read them"
+    )
 
 
 class LossScale(_Table):
@@ -144,6 +160,13 @@ class Pipeline(_Table):
         return self.stages > 1 or self.parts > 1 or self.replicas > 1
 
 
+class Passes(_Table):
+    """Passes that are optional, by name (`ortc rewrite --list`)."""
+
+    off: list[str] = Field(default_factory=list, description="passes that do not run")
+    on: list[str] = Field(default_factory=list, description="fusions that run though the target's table has them off")
+
+
 class Recipe(_Table):
     """Everything a compilation is told, with its defaults."""
 
@@ -151,6 +174,7 @@ class Recipe(_Table):
     target: str = Field("ort-training", description="the runtime that the artifacts are for")
     loss: list[LossTerm] = Field(default_factory=list, description="empty: chosen from the model's outputs")
     parameters: Parameters = Field(default_factory=Parameters)
+    lora: Lora | None = Field(None, description="train adapters in place of the weights")
     wrt: list[str] = Field(default_factory=list, description="data inputs whose gradients are wanted too")
     batch_norm: Literal["batch", "frozen"] = Field(
         "batch", description="BatchNormalization in training: batch statistics, or the stored ones"
@@ -158,9 +182,17 @@ class Recipe(_Table):
     optimizer: Optimizer = Field(default_factory=Optimizer)
     groups: list[Group] = Field(default_factory=list)
     learning_rate: LearningRate = Field(default_factory=LearningRate)
+    gelu: Literal["keep", "exact", "tanh", "quick"] = Field(
+        "keep", description="the form of GELU that is trained, evaluated and exported: x·Φ(x), by tanh, x·sigmoid(1.702x)"
+    )
+    passes: Passes = Field(default_factory=Passes)
     precision: Precision = Field(default_factory=Precision)
     recompute: Recompute = Field(default_factory=Recompute)
     pipeline: Pipeline = Field(default_factory=Pipeline)
+    artifacts: list[Literal["ort"]] = Field(
+        default_factory=list,
+        description="other layouts to write as well: ort, ONNX Runtime's own for its on-device training API",
+    )
     seed: int = Field(0, ge=0, lt=2**31, description="seed of dropout, and of the data order in a run")
 
 
@@ -210,16 +242,24 @@ def parse_recipe_text(text: str, source: str = "recipe") -> Recipe:
     Raises:
         RecipeError: if it is not TOML, or a field is wrong.
     """
+    return parse_recipe(parse_toml(text, source), source)
+
+
+def parse_toml(text: str, source: str) -> dict[str, Any]:
+    """The tables of TOML text.
+
+    Raises:
+        RecipeError: if it is not TOML.
+    """
     try:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10
         import tomli as tomllib  # type: ignore[no-redef,import-not-found,unused-ignore]
 
     try:
-        data = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"{source} is not valid TOML: {error}") from None
-    return parse_recipe(data, source)
 
 
 def dump_recipe(recipe: Recipe) -> str:

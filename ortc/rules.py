@@ -303,6 +303,7 @@ class Declared:
 
     name: str
     function: Callable[..., Any]
+    elementwise: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -333,11 +334,16 @@ def loss(name: str) -> Callable[[F], F]:
     return declare
 
 
-def optimizer(name: str) -> Callable[[F], F]:
-    """Declare an optimizer's update of one parameter; see ``passes/optimizer.py``."""
+def optimizer(name: str, *, elementwise: bool = False) -> Callable[[F], F]:
+    """Declare an optimizer's update of one parameter; see ``passes/optimizer.py``.
+
+    Args:
+        name: what the recipe calls it.
+        elementwise: each element is updated for itself, so that a parameter may be updated in chunks.
+    """
 
     def declare(function: F) -> F:
-        OPTIMIZERS[name] = Declared(name, function)
+        OPTIMIZERS[name] = Declared(name, function, elementwise)
         return function
 
     return declare

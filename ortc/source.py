@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
-from ortc.errors import ModelError
+from ortc.errors import CheckpointError, ModelError
 from ortc.graph.names import all_graphs
+
+# It warns of what is read and made nowhere, which is an error here, and right in a template without its weights.
+logging.getLogger("onnx_ir.serde").setLevel(logging.ERROR)
 
 MIN_OPSET = 7
 MAX_OPSET = onnx.defs.onnx_opset_version()
@@ -46,6 +52,19 @@ def load_model(path: str | Path) -> ir.Model:
             has no outputs, reads values that nobody makes, or has external data that is missing, too short, or outside
             of the model's folder.
     """
+    model = read_model(path)
+    if not model.graph.outputs:
+        raise ModelError(f"{path} has no outputs: there is nothing to train towards")
+    _check_closed(Path(path), model)
+    return model
+
+
+def read_model(path: str | Path) -> ir.Model:
+    """As :func:`load_model`, of a file that need not be complete: a template lacks the weights that its nodes read.
+
+    Raises:
+        ModelError: likewise, but for outputs, and values that nobody makes.
+    """
     path = Path(path)
     proto = _parse(path)
     _check_versions(path, proto)
@@ -56,9 +75,6 @@ def load_model(path: str | Path) -> ir.Model:
         model = ir.from_proto(proto)
     except Exception as error:
         raise ModelError(f"{path} cannot be read: {_innermost(error)}") from None
-    if not model.graph.outputs:
-        raise ModelError(f"{path} has no outputs: there is nothing to train towards")
-    _check_closed(path, model)
     _check_tensors(path, model)
     return model
 
@@ -218,6 +234,14 @@ def _check_size(path: Path, what: str, tensor: ir.TensorProtocol, size: int) -> 
         )
 
 
+def content_hash(tensor: ir.TensorProtocol) -> str:
+    """The sha256 of a tensor's elements; external data is mapped, not read into memory."""
+    array = np.ascontiguousarray(tensor.numpy())
+    if tensor.dtype == ir.DataType.STRING:
+        return hashlib.sha256(json.dumps([bytes(text).hex() for text in array.reshape(-1)]).encode()).hexdigest()
+    return hashlib.sha256(array.reshape(-1).view(np.uint8).data).hexdigest()
+
+
 def write_safetensors(
     path: str | Path, tensors: Mapping[str, ir.TensorProtocol], metadata: Mapping[str, str] | None = None
 ) -> None:
@@ -260,6 +284,31 @@ def _safetensors_header(tensors: Mapping[str, ir.TensorProtocol], metadata: Mapp
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def read_safetensors_header(path: Path, data: memoryview) -> tuple[int, dict[str, tuple[str, list[int], int, int]]]:
+    """Where the tensors of a safetensors file are.
+
+    Args:
+        path: for messages.
+        data: the file's bytes.
+
+    Returns:
+        Where the data begins, and by name the element type, the shape, and the first and last byte from there.
+
+    Raises:
+        CheckpointError: if it is no such file, or is cut off.
+    """
+    try:
+        start = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(bytes(data[8:start]))
+        header.pop("__metadata__", None)
+        found = {name: (e["dtype"], e["shape"], *e["data_offsets"]) for name, e in header.items()}
+        if all(0 <= begin <= end <= len(data) - start for _, _, begin, end in found.values()):
+            return start, found
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    raise CheckpointError(f"{path} is no safetensors file, or it is damaged")
 
 
 def _write_tensor(file: BinaryIO, name: str, tensor: ir.TensorProtocol) -> None:

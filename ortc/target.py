@@ -24,6 +24,10 @@ class Target(BaseModel):
         default_factory=dict, description="operators with a lowering that stay as they are, by domain::name, and their types"
     )
 
+    fusions: dict[str, bool] = Field(
+        default_factory=dict, description="fusion -> whether it makes training quicker; bench/fusions.py measures them"
+    )
+
     narrow: dict[str, list[str]] = Field(
         default_factory=dict,
         description="element types that few operators have kernels for, and those; all others compute in float32 between casts",

@@ -36,7 +36,6 @@ Its golden holds expected sections alone, and the plugin leaves it to the test.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -71,7 +70,7 @@ def assert_golden(model: str | Path | ir.Model, recipe: Recipe | Mapping[str, An
         golden: the file with the expected text. Made by ``--update-golden`` if missing.
 
     Raises:
-        AssertionError: with a unified diff.
+        AssertionError: with what differs, as graphs (:mod:`ortc.diff`).
         OrtcError: if the model does not compile.
     """
     __tracebackhide__ = True
@@ -114,16 +113,12 @@ def _check(path: Path, text: str, actual: Mapping[str, str], update: bool) -> No
         return
     if not expected:
         raise GoldenError(f"{path} has no expected graphs yet: write them with pytest --update-golden")
-    diffs = [line for name in wanted for line in _diff(name, expected[name], actual[name])]
+    from ortc.diff import diff_texts
+
+    diffs = [line for name in wanted for line in diff_texts(name, expected[name], actual[name])]
     if diffs:
         diffs += ["", f"{path} differs; if that is right, rewrite it with pytest --update-golden"]
         raise GoldenError("\n".join(diffs))
-
-
-def _diff(name: str, expected: str, actual: str) -> Iterator[str]:
-    return difflib.unified_diff(
-        expected.splitlines(), actual.splitlines(), f"{name} (expected)", f"{name} (compiled)", lineterm=""
-    )
 
 
 def _sections(text: str) -> list[tuple[str, str | None, str]]:

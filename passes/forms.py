@@ -10,8 +10,8 @@ import onnx_ir as ir
 from ortc.compiler import Compilation, Pass, of, role, set_role
 from ortc.errors import ModelError
 from ortc.graph.builder import Builder
+from ortc.graph.names import take_place
 from ortc.graph.shapes import stamp_like
-from ortc.passes.inlining import take_place
 from ortc.passes.normalise import convert_opset, infer_shapes
 from ortc.passes.pipeline import lower
 from ortc.passes.randomness import RANDOM, Randomness, constant_ratio
@@ -56,12 +56,13 @@ class TrainingForm(Pass):
     """Gives the graph its training form; running statistics and counters of the random numbers become inputs and outputs."""
 
     name = "training-form"
+    preserves = False
     after = ("fork-evaluation",)
 
     def run(self, c: Compilation) -> None:
-        loss = c.graph.outputs[0]
+        kept = [v for v in c.graph.outputs if role(v) in ("loss", "boundary")]
         c.graph.outputs.clear()
-        c.graph.outputs.append(loss)
+        c.graph.outputs.extend(kept)
         op = Builder(c.graph)
         random = Randomness(op)
         for node in list(c.graph):

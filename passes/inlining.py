@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from ortc.errors import ModelError
-from ortc.graph.names import Names, all_graphs, taken_names
+from ortc.graph.names import Names, all_graphs, take_place, taken_names
 
 
 def inline_functions(model: ir.Model) -> None:
@@ -90,7 +90,8 @@ def splice(node: ir.Node, body: ir.Graph, results: Sequence[ir.Value | None], na
     for y, result in zip(node.outputs, results, strict=True):
         made_here = result is not None and result.producer() is not None and result.graph is graph
         if y.is_graph_output() and (not made_here or result.is_graph_output()):  # type: ignore[union-attr]
-            copy = ir.node("Identity", [result], name=names.fresh(f"{node.name}/Identity"))
+            tags = {"ortc.pass": "prepare", "ortc.origin": node.name or ""}
+            copy = ir.node("Identity", [result], name=names.fresh(f"{node.name}/Identity"), metadata_props=tags)
             graph.insert_before(node, copy)
             nodes.append(copy)
             result = copy.outputs[0]
@@ -101,16 +102,6 @@ def splice(node: ir.Node, body: ir.Graph, results: Sequence[ir.Value | None], na
             _redirect(y, result)
     graph.remove(node, safe=True)
     return nodes
-
-
-def take_place(old: ir.Value, new: ir.Value) -> None:
-    """``new`` gets the uses and the name of ``old``, and what is known of it."""
-    new.metadata_props.update(old.metadata_props)
-    new.type = new.type or old.type
-    new.shape = new.shape or old.shape
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-    name, old.name = old.name, None
-    new.name = name or new.name
 
 
 def _redirect(old: ir.Value, new: ir.Value | None) -> None:

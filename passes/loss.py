@@ -120,7 +120,10 @@ def _target_shape(term: LossTerm, output: ir.Value) -> Dims | None:
 
 @dataclass(frozen=True)
 class AttachLoss(Pass):
-    """Appends the loss: the graph's first output becomes the total, the model's own outputs follow."""
+    """Appends the loss: the graph's first output becomes the total, the model's own outputs follow.
+
+    Where only a part is at hand, that is of the last stage.
+    """
 
     name = "loss"
     after = ("choose-parameters", "simplify")
@@ -129,6 +132,8 @@ class AttachLoss(Pass):
         for value in c.graph.inputs:
             if role(value) is None:
                 set_role(value, "data", of=value.name)
+        if c.part is not None and not c.part.is_last:
+            return
         terms = [(t, "as the recipe says") for t in c.recipe.loss] or [_recognise(c.graph)]
         outputs = {of(v): v for v in c.graph.outputs}
         data = [of(v) for v in c.graph.inputs if role(v) == "data"]
@@ -302,6 +307,7 @@ def _describe(term: LossTerm, why: str, output: ir.Value, key: str | None) -> Lo
         output=term.output or "",
         labels=key,
         weight=term.weight,
+        axis=_class_axis(term, output) if integer and rank(output) else None,
         classes=classes,
         ignore_index=ignore,
         class_weights=term.options.get("class_weights") if integer else None,

@@ -10,13 +10,13 @@ from onnx.reference import ReferenceEvaluator
 from onnx_ir.passes import common
 
 from ortc.errors import ModelError
-from ortc.graph.names import Names, all_graphs, taken_names
+from ortc.graph.names import Names, all_graphs, take_place, taken_names
 from ortc.graph.shapes import constant, dims, rank, static
 from ortc.passes.inference import ShapeInference, infer_shapes, merged
-from ortc.passes.inlining import inline_functions, splice, take_place
+from ortc.passes.inlining import inline_functions, splice
 from ortc.passes.opset import CONSTANT_NODE, change_opset
 
-__all__ = ["convert_opset", "fold", "infer_shapes", "prepare"]
+__all__ = ["convert_opset", "fold", "infer_shapes", "prepare", "remove_dead_nodes"]
 
 # For a model that uses nothing of the standard, any opset is right.
 DEFAULT_OPSET = 21
@@ -41,7 +41,7 @@ def prepare(model: ir.Model) -> ir.Model:
     _give_names(model.graph)
     _lift_constants(model)
     change_opset(model, model.opset_imports[""])
-    _remove_dead_nodes(model)
+    remove_dead_nodes(model)
     return model
 
 
@@ -159,7 +159,7 @@ def _lift_constant(graph: ir.Graph, node: ir.Node) -> None:
     graph.register_initializer(lifted)
 
 
-def _remove_dead_nodes(model: ir.Model) -> None:
+def remove_dead_nodes(model: ir.Model) -> None:
     """Without nodes that nothing needs; the initializers stay, in their order."""
     initializers = list(model.graph.initializers.values())
     common.RemoveUnusedNodesPass()(model)
@@ -193,7 +193,7 @@ def fold(model: ir.Model) -> ir.Model:
     # onnxscript's folder is not used: it removes Dropout whatever it is told, and leaves outputs that nobody makes.
     spare = {v for v in model.graph.initializers.values() if not v.uses()}
     _Folding(model.graph).fold(model.graph)
-    _remove_dead_nodes(model)
+    remove_dead_nodes(model)
     for name, value in list(model.graph.initializers.items()):
         if value not in spare and not value.uses() and not value.is_graph_output():
             model.graph.initializers.pop(name)

@@ -78,6 +78,10 @@ def _upgrade(model: ir.Model, have: int, want: int) -> None:
             _set(node, onesided=1)  # the default, for which ONNX infers the shape of 0
 
 
+def _made_from(node: ir.Node) -> dict[str, str]:
+    return {**node.metadata_props, "ortc.pass": "upgrade", "ortc.origin": node.name or ""}
+
+
 class _Editor:
     """Writes nodes (as of the newest opset) in front of a given one, and constants into the main graph."""
 
@@ -97,7 +101,7 @@ class _Editor:
     def before(self, node: ir.Node, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
         """A new node's output, for ``node`` to read."""
         name = self.names.fresh(f"{node.name}/{op_type}")
-        new = ir.node(op_type, inputs, attributes, name=name, metadata_props=dict(node.metadata_props))
+        new = ir.node(op_type, inputs, attributes, name=name, metadata_props=_made_from(node))
         new.outputs[0].name = name
         assert node.graph is not None
         node.graph.insert_before(node, new)
@@ -107,7 +111,7 @@ class _Editor:
         """A new node on ``node``'s first output, that takes that output's name and uses."""
         y = node.outputs[0]
         name = self.names.fresh(f"{node.name}/{op_type}")
-        new = ir.node(op_type, [y, *more], attributes, name=name, metadata_props=dict(node.metadata_props))
+        new = ir.node(op_type, [y, *more], attributes, name=name, metadata_props=_made_from(node))
         z = new.outputs[0]
         z.type, z.shape, z.doc_string = y.type, y.shape, y.doc_string
         z.metadata_props.update(y.metadata_props)

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import onnx_ir as ir
@@ -27,13 +28,17 @@ import onnx_ir as ir
 from ortc.compiler import Compilation, Pass, new_graph, of, role, set_role
 from ortc.errors import RecipeError
 from ortc.graph.builder import Builder
-from ortc.plan import ParameterInfo
+from ortc.plan import AVERAGE, ParameterInfo
 from ortc.rules import OPTIMIZERS, Declared, optimizer
 
 _DOUBLE = int(ir.DataType.DOUBLE)
 
+# A parameter of at least so many elements is updated in chunks that fit into a core's cache with all that the update makes
+# (`bench/optimizers.py` measures it).
+_LARGE, _LARGEST_CHUNK, _SMALLEST_CHUNK = 1 << 18, 1 << 15, 1 << 12
 
-@optimizer("sgd")
+
+@optimizer("sgd", elementwise=True)
 def sgd(op, p, g, state, t, *, weight_decay=0.0, decoupled=False, momentum=0.0, dampening=0.0, nesterov=False):
     """SGD with momentum (Sutskever et al. 2013, in PyTorch's form)
 
@@ -47,7 +52,7 @@ def sgd(op, p, g, state, t, *, weight_decay=0.0, decoupled=False, momentum=0.0, 
     return p - t.number(t.lr, p) * g
 
 
-@optimizer("adam")
+@optimizer("adam", elementwise=True)
 def adam(op, p, g, state, t, *, weight_decay=0.0, beta1=0.9, beta2=0.999, epsilon=1e-8, amsgrad=False):
     """Adam (Kingma & Ba, arXiv 1412.6980, algorithm 1); weight decay as L2: g += λ·p
 
@@ -59,7 +64,7 @@ def adam(op, p, g, state, t, *, weight_decay=0.0, beta1=0.9, beta2=0.999, epsilo
     return p - _adam_step(op, p, g, state, t, beta1, beta2, epsilon, amsgrad)
 
 
-@optimizer("adamw")
+@optimizer("adamw", elementwise=True)
 def adamw(op, p, g, state, t, *, weight_decay=0.01, beta1=0.9, beta2=0.999, epsilon=1e-8, amsgrad=False):
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101): Adam with decoupled weight decay, p *= 1 - lr·λ first"""
     step = _adam_step(op, p, g, state, t, beta1, beta2, epsilon, amsgrad)
@@ -140,7 +145,7 @@ def adafactor(op, p, g, state, t, *, weight_decay=0.0, beta2_decay=-0.8, epsilon
     return p - (alpha / op.Max(rms(u) / clip_threshold, op.const(1, like=p))) * u
 
 
-@optimizer("lion")
+@optimizer("lion", elementwise=True)
 def lion(op, p, g, state, t, *, weight_decay=0.0, beta1=0.9, beta2=0.99):
     """Lion (Chen et al., arXiv 2302.06675, algorithm 2)
 
@@ -152,7 +157,7 @@ def lion(op, p, g, state, t, *, weight_decay=0.0, beta1=0.9, beta2=0.99):
     return p - t.number(t.lr, p) * op.Sign(c)
 
 
-@optimizer("rmsprop")
+@optimizer("rmsprop", elementwise=True)
 def rmsprop(op, p, g, state, t, *, weight_decay=0.0, decoupled=False, alpha=0.99, epsilon=1e-8, momentum=0.0, centered=False):
     """RMSprop (Tieleman & Hinton, lecture 6e of 2012, in PyTorch's form; centred as in Graves, arXiv 1308.0850)
 
@@ -170,7 +175,7 @@ def rmsprop(op, p, g, state, t, *, weight_decay=0.0, decoupled=False, alpha=0.99
     return p - t.number(t.lr, p) * u
 
 
-@optimizer("adagrad")
+@optimizer("adagrad", elementwise=True)
 def adagrad(op, p, g, state, t, *, weight_decay=0.0, decoupled=False, lr_decay=0.0, initial_accumulator=0.0, epsilon=1e-10):
     """Adagrad (Duchi et al., JMLR 12, 2011, with diagonal matrices, in PyTorch's form)
 
@@ -200,24 +205,30 @@ def _decay(p, g, t, weight_decay, decoupled):
 
 
 @dataclass
-class _Scalars:
+class Scalars:
     """The shared scalars, as one parameter sees them."""
 
     op: Builder
     step: ir.Value
     lr: ir.Value
     gradient_scale: ir.Value | None = None  # what clipping leaves of all gradients
+    exact_lr: ir.Value | None = None  # the learning rate before it was cast
 
     def number(self, scalar: ir.Value, like: ir.Value) -> ir.Value:
+        # ONNX Runtime 1.19.2 drops a cast that undoes another, also where a nested graph reads it.
+        if scalar is self.lr and self.exact_lr is not None and self.exact_lr.dtype == like.dtype:
+            return self.exact_lr
         with self.shared():
             return self.op.cast(scalar, like)
 
-    def shared(self) -> AbstractContextManager[None]:
-        return self.op.scope("scalars", pass_="optimizer")
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        with self.op.around(), self.op.scope("scalars", pass_="optimizer"):
+            yield
 
 
 @dataclass
-class _State:
+class State:
     """The states of one parameter, made when they are first read."""
 
     op: Builder
@@ -269,7 +280,9 @@ def _shards(c: Compilation, held: Sequence[Sequence[ir.Value]]) -> list[dict[str
             "pipeline.zero: 1 shares the optimizer's state out to replicas, but there is one: add --data-parallel N"
         )
     sizes = [{of(v): _bytes(v) for v in values} for values in held]
-    owners = _owners(sizes, pipeline.replicas)
+    # Stages that are compiled apart agree on what they share.
+    tied = [w.name for w in c.part.boundary.weights if w.tied] if c.part is not None else []
+    owners = _owners(sizes, pipeline.replicas, {name: i % pipeline.replicas for i, name in enumerate(tied)})
     for stage, size in enumerate(sizes):
         largest = max(size, key=size.__getitem__, default="")
         if size and size[largest] * pipeline.replicas > sum(size.values()):
@@ -281,19 +294,21 @@ def _shards(c: Compilation, held: Sequence[Sequence[ir.Value]]) -> list[dict[str
     return [{f"optimizer.{r}": {name for name in size if owners[name] == r} for r in replicas} for size in sizes]
 
 
-def _owners(stages: Sequence[Mapping[str, int]], replicas: int) -> dict[str, int]:
+def _owners(stages: Sequence[Mapping[str, int]], replicas: int, given: Mapping[str, int]) -> dict[str, int]:
     """Which replica updates a parameter, in every stage that holds it: the largest first, where least lies so far.
 
     Args:
         stages: bytes by parameter, for each stage.
         replicas: how many there are.
+        given: parameters that are dealt out already.
     """
     sizes = {name: size for stage in stages for name, size in stage.items()}
     loads = [[0] * replicas for _ in stages]
     owners: dict[str, int] = {}
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
+    for name in sorted(sizes, key=lambda name: (name not in given, -sizes[name])):
         holding = [load for stage, load in zip(stages, loads, strict=True) if name in stage]
-        owners[name] = min(range(replicas), key=lambda r: max(load[r] for load in holding))
+        least = min(range(replicas), key=lambda r: max(load[r] for load in holding))
+        owners[name] = given.get(name, least)
         for load in holding:
             load[owners[name]] += sizes[name]
     return owners
@@ -314,23 +329,29 @@ def state_slots(c: Compilation) -> float:
     declared, states, elements = checked_optimizer(c), 0, 0
     trained = [info for info in c.parameters if info.trainable]
     for shape, count in Counter(tuple(info.shape) for info in trained).items():
-        op = Builder(new_graph("aside", c.target.opset, c.target.ir_version).graph)
-        like = ir.Value(name="w", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(shape))
-        info = ParameterInfo(name="w", role="parameter", dtype="float32", shape=list(shape), trainable=True, reason="")
-        outputs = _update(op, declared, c, info, like, _scalars(op, clipped=False))
-        states += count * sum(_elements(v) for v in outputs if role(v) == "state")
+        states += count * _states_of(c, declared, trained[0], shape)
         elements += count * math.prod(shape)
     slots = states / max(elements, 1)
     return slots / c.recipe.pipeline.replicas if c.recipe.pipeline.zero else slots
 
 
+def _states_of(c: Compilation, declared: Declared, info: ParameterInfo, shape: tuple[int, ...]) -> int:
+    """How many numbers of state a parameter of the shape has, found by building its update aside."""
+    op = Builder(new_graph("aside", c.target.opset, c.target.ir_version).graph)
+    like = ir.Value(name=info.name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(shape))
+    own = info.model_copy(update={"shape": list(shape)})
+    outputs = _update(op, declared, c, own, like, _scalars(op, clipped=False), chunked=False)
+    return sum(_elements(v) for v in outputs if role(v) == "state")
+
+
 def _optimizer(c: Compilation, declared: Declared, held: list[tuple[ParameterInfo, ir.Value]]) -> ir.Model:
     model = new_graph("optimizer", c.target.opset, c.target.ir_version)
     op = Builder(model.graph)
+    chunked = declared.elementwise and _states_of(c, declared, held[0][0], (1,)) > 0  # of so little the chunks are slower
     scalars = _scalars(op, clipped=c.recipe.optimizer.max_norm is not None or c.recipe.precision.scaling != "none")
     outputs: list[ir.Value] = []
     for info, value in held:
-        outputs += _update(op, declared, c, info, value, scalars)
+        outputs += _update(op, declared, c, info, value, scalars, chunked)
     model.graph.outputs.extend(outputs)
     return model
 
@@ -351,18 +372,18 @@ def checked_optimizer(c: Compilation) -> Declared:
     return declared
 
 
-def _scalars(op: Builder, *, clipped: bool) -> _Scalars:
+def _scalars(op: Builder, *, clipped: bool) -> Scalars:
     step = ir.Value(name=op.names.fresh("step"), type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(()))
     lr = ir.Value(name=op.names.fresh("lr"), type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(()))
     for value, what in ((step, "step"), (lr, "lr")):
         op.graph.inputs.append(set_role(value, "scalar", of=what))
-    scalars = _Scalars(op, step, lr)
+    scalars = Scalars(op, step, lr)
     if clipped:
         factor = ir.Value(name=op.names.fresh("gradient_scale"), type=lr.type, shape=ir.Shape(()))
         op.graph.inputs.append(set_role(factor, "scalar", of="gradient_scale"))
         scalars = replace(scalars, gradient_scale=factor)
     with scalars.shared():
-        return replace(scalars, step=op.Cast(step, to=_DOUBLE), lr=op.Cast(lr, to=_DOUBLE))
+        return replace(scalars, step=op.Cast(step, to=_DOUBLE), lr=op.Cast(lr, to=_DOUBLE), exact_lr=lr)
 
 
 def _input(op: Builder, name: str, like: ir.Value) -> ir.Value:
@@ -372,31 +393,107 @@ def _input(op: Builder, name: str, like: ir.Value) -> ir.Value:
 
 
 def _update(
-    op: Builder, declared: Declared, c: Compilation, info: ParameterInfo, source: ir.Value, scalars: _Scalars
+    op: Builder,
+    declared: Declared,
+    c: Compilation,
+    info: ParameterInfo,
+    source: ir.Value,
+    scalars: Scalars,
+    chunked: bool,
 ) -> list[ir.Value]:
     """Append one parameter's update; returns the outputs."""
+    chunk = _chunk(math.prod(info.shape)) if chunked else None
+    if chunk is not None:
+        source = ir.Value(type=source.type, shape=ir.Shape([math.prod(info.shape) // chunk, chunk]))
     p = set_role(_input(op, info.name, source), "parameter", info.name)
     g = set_role(_input(op, f"{info.name}.grad", source), "gradient", info.name)
-    options, lr_scale = _options(declared, c, info)
-    state = _State(op, p)
+    state = State(op, p)
     with op.scope(info.name, origin=info.name, rule=declared.name, pass_="optimizer"):
-        with scalars.shared():
-            lr = scalars.lr if lr_scale == 1 else scalars.lr * lr_scale
-        if scalars.gradient_scale is not None:
-            g = g * scalars.number(scalars.gradient_scale, g)
-        if c.recipe.optimizer.max_value is not None:
-            g = op.Clip(g, -c.recipe.optimizer.max_value, c.recipe.optimizer.max_value)
-        updated = declared.function(op, p, g, state, _Scalars(op, scalars.step, lr), **options)
-    updated.name = op.names.fresh(f"{info.name}.new")
-    updated.shape = p.shape
+        update = updated if chunk is None else _in_chunks
+        new = update(op, declared, c, info, p, g, state, scalars)
+    new.name = op.names.fresh(f"{info.name}.new")
+    new.shape = p.shape
     for slot, value in state.new.items():
         value.name = op.names.fresh(f"{info.name}.{slot}.new")
         value.shape = state.now[slot].shape
         set_role(value, "state", info.name, slot)
-    return [set_role(updated, "parameter", info.name), *state.new.values()]
+    return [set_role(new, "parameter", info.name), *state.new.values()]
 
 
-def _options(declared: Declared, c: Compilation, info: ParameterInfo) -> tuple[dict[str, Any], float]:
+def updated(
+    op: Builder,
+    declared: Declared,
+    c: Compilation,
+    info: ParameterInfo,
+    p: ir.Value,
+    g: ir.Value,
+    state: State,
+    scalars: Scalars,
+) -> ir.Value:
+    """The declared update, from the gradient clipped."""
+    options, lr_scale = options_of(declared, c, info)
+    own = scalars
+    if lr_scale != 1:
+        with scalars.shared():
+            own = replace(scalars, lr=scalars.lr * lr_scale, exact_lr=None)
+    g = clipped(op, c, g, scalars)
+    new: ir.Value = declared.function(op, p, g, state, replace(own, gradient_scale=None), **options)
+    if c.recipe.optimizer.ema is not None:
+        _average(op, new, state, scalars, c.recipe.optimizer.ema)
+    return new
+
+
+def clipped(op: Builder, c: Compilation, g: ir.Value, scalars: Scalars) -> ir.Value:
+    """A gradient, scaled for all gradients' norm and cut off element by element, as the recipe asks."""
+    if scalars.gradient_scale is not None:
+        g = g * scalars.number(scalars.gradient_scale, g)
+    if c.recipe.optimizer.max_value is not None:
+        g = op.Clip(g, -c.recipe.optimizer.max_value, c.recipe.optimizer.max_value)
+    return g
+
+
+def _average(op: Builder, updated: ir.Value, state: State, scalars: Scalars, decay: float) -> None:
+    """a += (1-d)·(p - a), and a = p after the first step (as PyTorch's swa_utils.AveragedModel has it)."""
+    with scalars.shared():
+        share = op.where(op.Equal(scalars.step, 1.0), 1, 1 - decay, like=scalars.step)
+    average = state(AVERAGE)
+    state.update(AVERAGE, average + scalars.number(share, updated) * (updated - average))
+
+
+def _in_chunks(
+    op: Builder,
+    declared: Declared,
+    c: Compilation,
+    info: ParameterInfo,
+    p: ir.Value,
+    g: ir.Value,
+    state: State,
+    scalars: Scalars,
+) -> ir.Value:
+    """The update of a large parameter as a Scan over its rows: one pass over memory, intermediate results stay in the cache."""
+    part = ir.Shape(p.shape[1:])  # type: ignore[index]
+    pieces = [ir.Value(name=op.names.fresh(f"{v.name}.chunk"), type=v.type, shape=part) for v in (p, g)]
+    with op.nested(pieces) as inner:
+        inside = State(inner, pieces[0])
+        new = updated(inner, declared, c, info, pieces[0], pieces[1], inside, replace(scalars, op=inner))
+        inner.give([new, *inside.new.values()])
+    states = [state(slot) for slot in inside.now]
+    made = [ir.Value(type=p.type, shape=p.shape) for _ in range(1 + len(inside.new))]
+    op.Scan(p, g, *states, _outputs=made, body=inner.graph, num_scan_inputs=2 + len(states))
+    for slot, value in zip(inside.new, made[1:], strict=True):
+        state.update(slot, value)
+    return made[0]
+
+
+@cache
+def _chunk(elements: int) -> int | None:
+    """Elements of each chunk of a large parameter, if it can be divided so."""
+    if elements < _LARGE:
+        return None
+    return next((size for size in range(_LARGEST_CHUNK, _SMALLEST_CHUNK - 1, -1) if elements % size == 0), None)
+
+
+def options_of(declared: Declared, c: Compilation, info: ParameterInfo) -> tuple[dict[str, Any], float]:
     """The optimizer's options for one parameter, and the factor on its learning rate."""
     options = {**declared.options, **c.recipe.optimizer.options}
     group = c.recipe.groups[info.group] if info.group is not None else None

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ortc.autodiff import reached
-from ortc.compiler import Compilation, Pass, matches, set_role
+from ortc.compiler import Compilation, Pass, ends, matches, role, set_role
 from ortc.errors import ModelError, RecipeError
-from ortc.graph.shapes import FLOAT_TYPES, is_float
+from ortc.graph.shapes import FLOAT_TYPES, is_float, type_name
 from ortc.passes.sharing import TORCH_FOLDED_FROM
 from ortc.plan import ParameterInfo
 
@@ -67,7 +67,7 @@ class ChooseParameters(Pass):
                 ParameterInfo(
                     name=value.name or "",
                     role=role,  # type: ignore[arg-type]
-                    dtype=_dtype_name(tensor.dtype),
+                    dtype=type_name(tensor.dtype),
                     shape=[int(d) for d in tensor.shape],  # type: ignore[arg-type]
                     trainable=role == "parameter" and not buffer_of_module,
                     reason="a running statistic, updated in training" if is_buffer else reason,
@@ -88,7 +88,7 @@ def _why_constant(value: ir.Value, active: bool, marked: bool, is_scalar_paramet
     tensor = value.const_value
     assert tensor is not None
     if tensor.dtype not in FLOAT_TYPES:
-        return f"its elements are {_dtype_name(tensor.dtype)}, not floating point"
+        return f"its elements are {type_name(tensor.dtype)}, not floating point"
     if not value.uses() and not value.is_graph_output():
         return "nothing uses it"
     if not active:
@@ -133,11 +133,6 @@ def _make_input(c: Compilation, value: ir.Value, role: str) -> None:
     c.graph.inputs.append(set_role(value, role, of=value.name))
 
 
-def _dtype_name(dtype: ir.DataType) -> str:
-    names = {"FLOAT": "float32", "DOUBLE": "float64", "BOOL": "bool"}
-    return names.get(dtype.name, dtype.name.lower())
-
-
 @dataclass(frozen=True)
 class DecideTraining(Pass):
     """Decides which parameters train: those that the loss reaches, as the recipe's globs select."""
@@ -146,23 +141,26 @@ class DecideTraining(Pass):
     after = ("choose-parameters", "loss")
 
     def run(self, c: Compilation) -> None:
-        loss = c.graph.outputs[0]
-        active = reached(c.graph, [loss])
+        active = reached(c.graph, ends(c))
         by_name = {v.name: v for v in c.graph.inputs}
         chosen = c.recipe.parameters
-        c.parameters = [self._decide(c, p, by_name[p.name] in active) for p in c.parameters]
+        adapters = {name for adapter in c.adapters for name in (adapter.left, adapter.right)}
+        c.parameters = [self._decide(c, p, by_name[p.name] in active, adapters) for p in c.parameters]
         self._check_globs(c)
         trainable = [p.name for p in c.parameters if p.trainable]
-        if not trainable and not c.recipe.wrt:
-            raise ModelError(_nothing_trains(c))
         for name in c.recipe.wrt:
             _check_wrt(c, name, by_name, active)
+        if c.part is not None:  # another stage may train
+            return
+        if not trainable and not c.recipe.wrt:
+            raise ModelError(_nothing_trains(c))
         if chosen.train and not trainable:
             raise RecipeError("parameters.train selects nothing that can train")
 
-    def _decide(self, c: Compilation, p: ParameterInfo, active: bool) -> ParameterInfo:
+    def _decide(self, c: Compilation, p: ParameterInfo, active: bool, adapters: Container[str]) -> ParameterInfo:
         globs = c.recipe.parameters
         update: dict[str, object] = {"group": _group(c, p.name)}
+        active = active or (c.part is not None and p.name in {w.name for w in c.part.tied})  # elsewhere, if not here
         if p.role == "buffer":
             return p
         if not active:
@@ -171,8 +169,10 @@ class DecideTraining(Pass):
             update.update(trainable=False, reason=FROZEN)
         elif p.name in globs.train:
             update.update(trainable=True, reason="named by the recipe")
-        elif not p.trainable:
+        elif not p.trainable or p.name in adapters:
             pass
+        elif c.recipe.lora is not None and not matches(p.name, globs.train):
+            update.update(trainable=False, reason="beside the adapters weights stay as they are, but for what --train names")
         elif globs.train and not matches(p.name, globs.train):
             update.update(trainable=False, reason="not selected by the recipe")
         else:
@@ -185,8 +185,8 @@ class DecideTraining(Pass):
         for field, globs in (("train", c.recipe.parameters.train), ("freeze", c.recipe.parameters.freeze)):
             for glob in globs:
                 if not any(matches(name, [glob]) for name in names):
-                    raise RecipeError(f"parameters.{field}: nothing in the model is called {glob!r}")
-                if field == "train" and glob in fates and not matches(glob, c.recipe.parameters.freeze):
+                    c.complain(f"parameters.{field}: nothing in the model is called {glob!r}")
+                elif field == "train" and glob in fates and not matches(glob, c.recipe.parameters.freeze):
                     raise RecipeError(f"parameters.train: {glob!r} cannot train: {fates[glob]}")
 
 
@@ -196,12 +196,14 @@ def _group(c: Compilation, name: str) -> int | None:
 
 def _check_wrt(c: Compilation, name: str, by_name: dict[str | None, ir.Value], active: Container[ir.Value]) -> None:
     value = by_name.get(name)
-    if value is None or value.metadata_props.get("ortc.role") != "data":
-        data = [v.name for v in c.graph.inputs if v.metadata_props.get("ortc.role") == "data"]
-        raise RecipeError(f"wrt: {name!r} is not a data input of the model; there are {', '.join(map(str, data))}")
+    if value is None or role(value) != "data":
+        data = [v.name for v in c.graph.inputs if role(v) == "data"]
+        there = f"; there are {', '.join(map(str, data))}" if c.part is None else ""
+        c.complain(f"wrt: {name!r} is not a data input of the model{there}")
+        return
     if not is_float(value):
         assert value.dtype is not None
-        raise RecipeError(f"wrt: the input {name!r} holds {_dtype_name(value.dtype)}, which has no gradient")
+        raise RecipeError(f"wrt: the input {name!r} holds {type_name(value.dtype)}, which has no gradient")
     if value not in active:
         raise RecipeError(f"wrt: the loss does not depend on the input {name!r}")
 

@@ -215,8 +215,10 @@ class _Flow:
         trained = [v for v in held if role(v) == "parameter" and (options.trainable is None or of(v) in options.trainable)]
         differentiated = [v for v in graph.inputs if role(v) == "data" and of(v) in options.wrt]
         labels = [v for v in graph.inputs if role(v) == "label"]
-        self.via = reached(nodes, graph.outputs[:1])
-        self.active = {*trained, *differentiated}
+        # Gradients come from the loss, or where a part is compiled apart from what other stages read.
+        leaving = [v for v in graph.outputs if role(v) == "boundary"]
+        self.via = reached(nodes, leaving or graph.outputs[:1])
+        self.active = {*trained, *differentiated, *(v for v in graph.inputs if role(v) == "boundary" and is_float(v))}
         self.weights = set(held)
         self.replicable: set[ir.Node] = set()
         rooted = {*held, *differentiated, *labels}

@@ -12,9 +12,8 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass, Deduplicat
 from ortc.autodiff import build_gradients, depending_on, loss_seed
 from ortc.compiler import Compilation, Pass, of, role, set_role, set_stages, stages_of
 from ortc.graph.builder import Builder
-from ortc.graph.names import all_graphs
+from ortc.graph.names import all_graphs, take_place
 from ortc.graph.shapes import is_float
-from ortc.passes.inlining import take_place
 from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
 from ortc.passes.precision import widen_missing
 from ortc.passes.sequences import resolve_sequences
@@ -32,6 +31,7 @@ class Prepare(Pass):
     """Inlines functions, makes every weight an initialiser of its own, gives every node and value a name."""
 
     name = "prepare"
+    alone = True
 
     def run(self, c: Compilation) -> None:
         c.model = prepare(c.model)
@@ -42,6 +42,8 @@ class Prepare(Pass):
                 f"({', '.join(separated[:3])}{', …' if len(separated) > 3 else ''})"
             )
         c.tied = tie_copies(c.model)
+        if c.part is not None:
+            c.tied |= {w.transposed[c.part.stage]: w.name for w in c.part.tied if c.part.stage in w.transposed}
         for value in c.graph.outputs:
             set_role(value, "output", of=value.name)
 
@@ -51,6 +53,7 @@ class Upgrade(Pass):
     """Brings the graph to the target's opset, the one form of each operator that the later passes know."""
 
     name = "upgrade"
+    alone = True
     after = ("prepare",)
 
     def run(self, c: Compilation) -> None:
@@ -63,6 +66,7 @@ class Simplify(Pass):
     """Folds constants (never a weight: those are inputs by now) and infers types and shapes."""
 
     name = "simplify"
+    alone = True
     after = ("choose-parameters",)
 
     def run(self, c: Compilation) -> None:
@@ -74,6 +78,7 @@ class Decompose(Pass):
     """Writes operators that have a lowering but no gradient rule in others, whose rules then give the gradient."""
 
     name = "decompose"
+    alone = True
     after = ("simplify",)
 
     def run(self, c: Compilation) -> None:
@@ -93,12 +98,17 @@ class Gradients(Pass):
     def run(self, c: Compilation) -> None:
         trained = {p.name for p in c.parameters if p.trainable} | set(c.recipe.wrt)
         wanted = [v for v in c.graph.inputs if of(v) in trained and role(v) in ("parameter", "data")]
-        crossing = {v.name for v in depending_on(list(c.graph), wanted)} if len(c.stages) > 1 else set()
+        crossing: set[str | None] = set()
         returned: dict[str, list[int]] = {}
+        if c.part is not None:
+            crossing = {v.name for v in c.part.arriving if v.differentiable}
+            returned = {v.name: list(v.readers) for v in c.part.leaving if v.differentiable}
+        elif len(c.stages) > 1:
+            crossing = {v.name for v in depending_on(list(c.graph), wanted)}
         for stage, phases in reversed(list(enumerate(c.stages))):
             if "train" in phases:
                 seed = loss_seed if c.recipe.precision.scaling == "none" else _loss_scale
-                _differentiate(phases["train"].graph, stage, trained, crossing, returned, seed)
+                _differentiate(phases["train"].graph, stage, trained, crossing, returned, seed, promised=c.part is not None)
 
 
 def _differentiate(
@@ -108,6 +118,7 @@ def _differentiate(
     crossing: Container[str | None],
     returned: dict[str, list[int]],
     seed: Callable[[Builder, ir.Value], ir.Value],
+    promised: bool,
 ) -> None:
     """Append the backward of one stage.
 
@@ -118,6 +129,7 @@ def _differentiate(
         crossing: values between stages that want one.
         returned: of such a value, the stages that give back a gradient; this one's are added.
         seed: makes the gradient of the loss.
+        promised: another stage counts on the gradients of values between stages, be they zero.
     """
     op = Builder(graph)
     seeds = {}
@@ -129,7 +141,7 @@ def _differentiate(
     wanted = [v for v in graph.inputs if of(v) in trained and role(v) in ("parameter", "data")]
     boundary = [v for v in graph.inputs if role(v) == "boundary" and of(v) in crossing and is_float(v)]
     gradients = build_gradients(op, seeds, [*wanted, *boundary])
-    for value in wanted:
+    for value in [*wanted, *(boundary if promised else [])]:
         if value not in gradients:  # another stage has the use that the loss depends on
             with op.scope(f"{value.name}.grad", origin=value.name or "", pass_="gradients"):
                 gradients[value] = op.copy(op.zeros_like(value), like=value)
@@ -171,17 +183,29 @@ class Lower(Pass):
     """Writes operators that a target lacks, or has only slowly, in others; their gradient rules have seen them by now."""
 
     name = "lower"
+    alone = True
     after = ("gradients",)
 
     def run(self, c: Compilation) -> None:
         for model in _finishing(c):
             lower(model.graph, lambda n: not keeps(c.target, n))
             widen_missing(model.graph, c.target)
+            drop_unused_domains(model.graph)
+
+
+def drop_unused_domains(graph: ir.Graph) -> None:
+    """Forget the opsets of domains that no operator is of any more."""
+    used = {node.domain for node in graph.all_nodes()}
+    for domain in [d for d in graph.opset_imports if d and d not in used]:
+        del graph.opset_imports[domain]
 
 
 def _finishing(c: Compilation) -> list[ir.Model]:
-    """The models that come to be run: of every stage, and the criterion."""
-    return [*(model for phases in c.stages for model in phases.values()), c.graphs["criterion"]]
+    """The models that come to be run: of every stage, and the criterion; without stages (`ortc rewrite`) the one there is."""
+    if not c.stages:
+        return [c.model]
+    criterion = [c.graphs["criterion"]] if "criterion" in c.graphs else []  # it is where the loss is
+    return [*(model for phases in c.stages for model in phases.values()), *criterion]
 
 
 def keeps(target: Target, node: ir.Node) -> bool:
@@ -205,7 +229,8 @@ def lower(graph: ir.Graph, wanted: Callable[[ir.Node], bool]) -> None:
 
 
 def _lower_node(op: Builder, node: ir.Node) -> None:
-    with op.scope(node.name or node.op_type, before=node, origin=node.name or "", rule=node.op_type, pass_="lower"):
+    origin = node.metadata_props.get("ortc.origin", node.name or "")  # of a fusion, which itself will be gone
+    with op.scope(node.name or node.op_type, before=node, origin=origin, rule=node.op_type, pass_="lower"):
         try:
             made = lowered(op, node)
         except Unsupported as error:
@@ -222,6 +247,7 @@ class CleanUp(Pass):
     """Merges equal constants and subexpressions, drops dead nodes and what no longer feeds anything."""
 
     name = "clean-up"
+    alone = True
     after = ("lower", "optimizer")
 
     def run(self, c: Compilation) -> None:
@@ -247,15 +273,17 @@ def merge_equal(model: ir.Model) -> None:
     for old, new in zip(outputs, merged, strict=True):
         assert new is not None
         if new is not old:
-            new = _copy(graph, new) if new in taken else new
+            new = _copy(graph, new, old) if new in taken else new
             new.name = old.name
             new.metadata_props.update(old.metadata_props)
             taken.add(new)
         graph.outputs.append(new)
 
 
-def _copy(graph: ir.Graph, value: ir.Value) -> ir.Value:
-    node = ir.node("Identity", [value], outputs=[ir.Value(type=value.type, shape=value.shape)])
+def _copy(graph: ir.Graph, value: ir.Value, instead: ir.Value) -> ir.Value:
+    tags = {"ortc.pass": CleanUp.name, "ortc.origin": value.name or ""}
+    output = ir.Value(type=value.type, shape=value.shape)
+    node = ir.node("Identity", [value], outputs=[output], name=instead.name, metadata_props=tags)
     graph.append(node)
     return node.outputs[0]
 

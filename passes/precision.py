@@ -19,8 +19,7 @@ import onnx_ir as ir
 from ortc.compiler import Compilation, Pass, matches, role
 from ortc.errors import RecipeError
 from ortc.graph.builder import Builder
-from ortc.graph.names import captured
-from ortc.passes.inlining import take_place
+from ortc.graph.names import captured, take_place
 from ortc.target import Target, packaged_toml
 
 HALF = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
@@ -29,7 +28,13 @@ KINDS = ("low", "full", "follow", "widest")
 
 def table() -> dict[str, str]:
     """The kind of every listed operator."""
-    return {op_type: kind for kind, rows in packaged_toml("ortc.passes", "precision.toml").items() for op_type in rows}
+    return {op_type: kind for op_type, (kind, _) in reasons().items()}
+
+
+def reasons() -> dict[str, tuple[str, str]]:
+    """The kind of every listed operator, and why."""
+    rows = packaged_toml("ortc.passes", "precision.toml")
+    return {op_type: (kind, why) for kind, listed in rows.items() for op_type, why in listed.items()}
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class CastToHalf(Pass):
             if kind not in KINDS:
                 raise RecipeError(f"precision.nodes: {glob!r}: the kind must be one of {', '.join(KINDS)}, not {kind!r}")
             if not any(matches(node.name or "", [glob]) for node in c.graph):
-                raise RecipeError(f"precision.nodes: no node of the model is called {glob!r}")
+                c.complain(f"precision.nodes: no node of the model is called {glob!r}")
         half = HALF[chosen.type]
         place_casts(c.graph, paint(c.graph, kinds, chosen.nodes, half), half)
 
@@ -68,7 +73,7 @@ def _floats(values: object) -> list[ir.Value]:
 
 def _is_neutral(value: ir.Value) -> bool:
     """A weight or a constant: it takes the type of whatever reads it."""
-    return value.producer() is None and role(value) != "data"
+    return value.producer() is None and role(value) not in ("data", "boundary")
 
 
 @cache
@@ -91,8 +96,8 @@ def _allows(node: ir.Node, opset: int, half: ir.DataType) -> bool:
 
 def paint(graph: ir.Graph, kinds: Mapping[str, str], nodes: Mapping[str, str], half: ir.DataType) -> set[ir.Node]:
     """The nodes that compute in half precision; no operator does that ONNX has not in that type."""
-    # Nested graphs and the loss are float32. (The model's outputs are none of the training graph's.)
-    kept = {v for node in graph for v in captured(node)} | set(graph.outputs[:1])
+    # Nested graphs, the loss and what a boundary describes are float32. (The model's outputs are none of the training graph's.)
+    kept = {v for node in graph for v in captured(node)} | {v for v in graph.outputs if role(v) in ("loss", "boundary")}
     of = {node: _kind(node, kinds, nodes) for node in graph}
     opset = graph.opset_imports[""]
     free = {

@@ -14,8 +14,8 @@ import onnx_ir as ir
 
 from ortc.compiler import Compilation, Pass
 from ortc.graph.builder import Builder
+from ortc.graph.names import take_place
 from ortc.graph.shapes import is_float, static
-from ortc.passes.inlining import take_place
 from ortc.rules import Unsupported, gradient, lowering
 
 
@@ -24,6 +24,7 @@ class PairQuantizers(Pass):
     """Makes one node of each QuantizeLinear and the DequantizeLinear that undoes it."""
 
     name = "pair-quantizers"
+    alone = True
     after = ("upgrade",)
 
     def run(self, c: Compilation) -> None:

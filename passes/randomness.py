@@ -4,13 +4,14 @@ A random tensor is a pure function of (seed, step, micro-batch, node, element): 
 continues it, and stages need no shared generator. The mixing function is the 32-bit finaliser ``lowbias32`` (C. Wellons,
 hash-prospector, 2018: two multiplications, bias 0.17); int32 products wrap around, as in two's complement.
 
-    key     = mix(mix(mix(mix(seed) + step) + micro_batch) + node)
+    key     = mix(mix(mix(mix(seed) + step) + micro_batch) + node)      node: a hash of its name
     bits[i] = mix(key + i · (2·mix(key + 1) + 1))        an odd stride per key, so that streams do not overlap
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable
 
 import numpy as np
@@ -19,8 +20,8 @@ import onnx_ir as ir
 from ortc.compiler import set_role
 from ortc.errors import ModelError
 from ortc.graph.builder import Builder
+from ortc.graph.names import take_place
 from ortc.graph.shapes import constant
-from ortc.passes.inlining import take_place
 
 _INT32, _UINT32 = int(ir.DataType.INT32), int(ir.DataType.UINT32)
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
@@ -31,18 +32,21 @@ def _int32(bits: int) -> np.ndarray:
     return np.array(bits, np.uint32).astype(np.int32)
 
 
+def _number(node: ir.Node) -> int:
+    """A node's own number, the same however the graph around it is cut or changed (CRC-32, of ITU-T V.42)."""
+    return zlib.crc32((node.name or "").encode())
+
+
 class Randomness:
     """Writes random tensors into one training graph; its counters are inputs of role ``scalar``."""
 
     def __init__(self, op: Builder) -> None:
         self.op = op
         self._base: ir.Value | None = None
-        self._nodes = 0
 
     def replace(self, node: ir.Node) -> None:
-        """Replace a random operator by its counter-based form; node numbers follow the graph's order."""
+        """Replace a random operator by its counter-based form."""
         base = self._counters(node)
-        self._nodes += 1
         with self.op.scope(
             node.name or node.op_type,
             before=node,
@@ -50,7 +54,7 @@ class Randomness:
             rule=node.op_type,
             pass_="training-form",
         ):
-            key = self._mix(self.op.Add(base, _int32(self._nodes)))
+            key = self._mix(self.op.Add(base, _int32(_number(node))))
             values = RANDOM[node.op_type](self, node, key)
         for old, new in zip(node.outputs, values, strict=False):
             take_place(old, new)

@@ -205,6 +205,7 @@ class _Parts:
             makes=tuple(self.number[v] for v in node.outputs),
             seconds=seconds,
             again=not nested
+            and not all(v.is_initializer() for v in read_by(node))  # a constant, which ONNX Runtime folds
             and not (plain and node.op_type in SIZES)
             and all(v.type is None or isinstance(v.type, ir.TensorType) for v in node.outputs)
             and not any(v in self._captured for v in node.outputs),
@@ -455,11 +456,12 @@ class _Guard:
             assert signal is not None
             if rank(signal) == 0:
                 signal = op.Reshape(signal, [1])
-            if signal.dtype == ir.DataType.BFLOAT16:  # which Compress and Size do not know
-                none = op.Cast(op.Slice(signal, [0], [0], [0]), to=int(ir.DataType.FLOAT))
+            if signal.dtype == ir.DataType.BFLOAT16:  # Compress does not know the type
+                none = op.Slice(signal, [0], [0], [0])
             else:
                 none = op.Compress(signal, np.array([False]))
-            self._nothing = op.Size(none)
+            # Size has no kernel for half types.
+            self._nothing = op.Size(none if signal.dtype == ir.DataType.FLOAT else op.Cast(none, to=int(ir.DataType.FLOAT)))
         if count not in self._zeros:
             self._zeros[count] = op.Expand(self._nothing, [count])
         return self._zeros[count]

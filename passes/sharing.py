@@ -161,6 +161,20 @@ def _is_transposed(copy: ir.Value, original: ir.Value) -> bool:
     return bool((seen == b[columns, rows]).all() and (seen != seen[0]).any())
 
 
+def follow_transposed(graph: ir.Graph, copy: ir.Value, name: str) -> None:
+    """Give a graph the weight ``name``, of which it holds but a transposed copy, and let the copy follow it."""
+    tensor = copy.const_value
+    assert tensor is not None
+    rows, columns = tensor.shape.numpy()
+    shape = ir.Shape((columns, rows))
+    original = ir.Value(name=name, type=copy.type, shape=shape)
+    original.const_value = ir.LazyTensor(
+        lambda: ir.tensor(np.ascontiguousarray(tensor.numpy().T)), dtype=tensor.dtype, shape=shape, name=name
+    )
+    graph.register_initializer(original)
+    _follow(graph, copy, original)
+
+
 def _follow(graph: ir.Graph, copy: ir.Value, original: ir.Value) -> None:
     name = copy.name or ""
     graph.initializers.pop(name)

@@ -11,9 +11,8 @@ import numpy as np
 import onnx_ir as ir
 
 from ortc.graph.builder import Builder
-from ortc.graph.names import all_graphs
+from ortc.graph.names import all_graphs, take_place
 from ortc.graph.shapes import dims, is_float
-from ortc.passes.inlining import take_place
 
 Spelling = Callable[[Builder, ir.Node], ir.Value | None]
 _SPELLINGS: dict[str, Spelling] = {}

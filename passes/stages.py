@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from ortc.boundary import Part
 from ortc.compiler import STAGES, Compilation, Pass, of, role, set_role, set_stages, stages_of
 from ortc.errors import RecipeError
 from ortc.graph.builder import Builder
 from ortc.graph.cut import carve, cut, needed, read_by
-from ortc.graph.partition import StageRow
+from ortc.graph.partition import StageRow, amount
 from ortc.graph.shapes import dims
-from ortc.passes.costs import LINK_BANDWIDTH
+from ortc.passes.boundary import part_row
+from ortc.passes.costs import LINK_BANDWIDTH, concrete_sizes
+from ortc.passes.footprint import footprint, settled
 from ortc.passes.optimizer import state_slots
 from ortc.passes.partition import PartitionOptions, assign_stages
 from ortc.plan import StageCosts
@@ -37,6 +40,9 @@ class CutStages(Pass):
         evaluation = c.graphs.pop("eval")
         pipeline = c.recipe.pipeline
         schedule = schedule_of(c)
+        if c.part is not None:
+            _place_part(c, c.part, evaluation, schedule)
+            return
         if pipeline.stages == 1:
             c.stages = [{"train": c.model, "eval": evaluation}]
             return
@@ -46,9 +52,26 @@ class CutStages(Pass):
             places[node.name or ""] = tuple(sorted(found.duplicated.get(node, {stage})))
         c.costs = [_costs(row, count) for row, count in zip(found.table, in_flight(schedule), strict=True)]
         c.stages = [{} for _ in range(pipeline.stages)]
+        c.sizes = _all_sizes(c)
         _cut_into(c, "train", c.model, places)
         _cut_into(c, "eval", evaluation, _by_inputs(evaluation.graph, places))
         check(schedule, _edges(c))
+
+
+def _place_part(c: Compilation, part: Part, evaluation: ir.Model, schedule: Schedule) -> None:
+    """The model is one stage already; those that are compiled elsewhere stay empty."""
+    row = part_row(c, part, _options(c, schedule), assumed_sizes(c), state_slots(c))
+    c.costs = [_costs(row, in_flight(schedule)[part.stage])] * part.boundary.stages
+    c.stages = [{} for _ in range(part.boundary.stages)]
+    c.stages[part.stage] = {"train": c.model, "eval": evaluation}
+    for model in c.stages[part.stage].values():
+        op = Builder(model.graph)
+        for value in [v for v in model.graph.inputs if role(v) == "boundary"]:
+            name, source = of(value), stages_of(value) or []
+            set_stages(set_role(_as_wide_input(op, value), "boundary", of=name), source)
+        for value in [v for v in model.graph.outputs if role(v) == "boundary"]:
+            name, readers = of(value), stages_of(value) or []
+            set_stages(set_role(_as_wide_output(op, value), "boundary", of=name), readers)
 
 
 def schedule_of(c: Compilation) -> Schedule:
@@ -79,7 +102,9 @@ def _options(c: Compilation, schedule: Schedule) -> PartitionOptions:
 
 
 def assumed_sizes(c: Compilation) -> dict[str, int]:
-    """What the cost model takes for the named dimensions of the inputs."""
+    """What the cost model takes for the named dimensions of the inputs; of stages, for all that the whole has."""
+    if c.sizes:
+        return dict(c.sizes)
     sizes: dict[str, int] = {}
     names = set()
     for value in c.graph.inputs:
@@ -92,6 +117,18 @@ def assumed_sizes(c: Compilation) -> dict[str, int]:
         known = ", ".join(sorted(names)) or "none"
         raise RecipeError(f"pipeline.sizes: no input has a dimension {unknown[0]!r}; there are {known}")
     return {**sizes, **c.recipe.pipeline.sizes}
+
+
+def _all_sizes(c: Compilation) -> dict[str, int]:
+    """The sizes of every symbolic dimension of the whole graph, also of those that no input has: a stage's inputs may."""
+    sizes = assumed_sizes(c)
+    shapes = concrete_sizes(c.graph, sizes)
+    for value in (v for node in c.graph for v in node.outputs):
+        named = dims(value) or ()
+        for name, size in zip(named, shapes.of(value), strict=False) if any(isinstance(d, str) for d in named) else ():
+            if isinstance(name, str):
+                sizes.setdefault(name, size)
+    return sizes
 
 
 def _costs(row: StageRow, in_flight: int) -> StageCosts:
@@ -171,14 +208,38 @@ class SplitPhases(Pass):
         pipeline = c.recipe.pipeline
         if not pipeline.divided:
             return
-        apart = any(action.kind == "I" for row in schedule_of(c).actions for action in row)
-        for phases in c.stages:
+        schedule = schedule_of(c)
+        actions = [action for row in schedule.actions for action in row]
+        apart = any(action.kind == "I" for action in actions)
+        for stage, phases in enumerate(c.stages):
             if "train" not in phases:
                 continue
             _accumulate(phases["train"].graph)
             if pipeline.stages > 1:
                 train = phases.pop("train")
+                shapes = concrete_sizes(train.graph, assumed_sizes(c))
+                values = [*train.graph.inputs, *(v for node in train.graph for v in node.outputs)]
+                size = {v.name or "": shapes.bytes(v) for v in values}
                 _split(phases, train, apart=apart)
+                own = [action for action in actions if action.stage == stage]
+                c.costs[stage] = settled(c.costs[stage], footprint(phases, size), own)
+        _check_limit(c)
+
+
+def _check_limit(c: Compilation) -> None:
+    """What the finished stages hold may be more than was thought when they were cut."""
+    pipeline = c.recipe.pipeline
+    if pipeline.memory_limit is None or not c.costs:
+        return
+    stage_rank = schedule_of(c).stage_rank
+    for rank in range(max(stage_rank) + 1):
+        own = [c.costs[s] for s, r in enumerate(stage_rank) if r == rank and (c.part is None or c.part.stage == s)]
+        taken = sum(costs.memory_bytes for costs in own)
+        if taken > pipeline.memory_limit:
+            raise RecipeError(
+                f"rank {rank} would take {amount(taken)}, more than the limit of {amount(pipeline.memory_limit)}; ask for more "
+                "stages, or for recompute (--recompute auto)"
+            )
 
 
 def _accumulate(graph: ir.Graph) -> None:

@@ -24,11 +24,12 @@ ENGINE, PASSES = ROOT / "ortc", ROOT / "passes"
 ABOVE_THE_PASSES = {"ortc/cli.py", "ortc/compiler.py", "ortc/testing.py"}
 
 RUNTIME_MAY = {"ortc.runtime", "ortc.plan", "ortc.recipe", "ortc.errors", "numpy", "onnxruntime", "safetensors", "rich"}
-RUNTIME_MAY |= {"mpi4py", "ml_dtypes"}  # the transport, when it needs them
+RUNTIME_MAY |= {"mpi4py", "ml_dtypes", "h5py"}  # the transport and HDF5 files, when they need them
+RUNTIME_MAY |= {"tensorboard", "pyarrow"}  # inside functions, where a run asks for them
 GRAPH_MAY = {"ortc.graph", "ortc.errors", "numpy", "onnx", "onnx_ir", "networkx"}
 PASSES_MAY = {
     *("ortc.passes", "ortc.compiler", "ortc.autodiff", "ortc.rules", "ortc.rewrite", "ortc.graph", "ortc.target"),
-    *("ortc.plan", "ortc.recipe", "ortc.errors", "ortc.source"),
+    *("ortc.boundary", "ortc.plan", "ortc.recipe", "ortc.errors", "ortc.source"),
     "ortc.runtime.schedule",  # a schedule is a pure function, which compiler and runtime both ask
     *("numpy", "onnx", "onnx_ir", "onnxscript", "networkx"),
 }

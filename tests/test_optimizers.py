@@ -9,17 +9,22 @@ import json
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from gradcheck import TARGETS
+from safetensors.numpy import load_file
 
 from ortc import Trainer
 from ortc.artifacts import compile
 from ortc.compiler import Compilation, new_graph, of, role, set_role
 from ortc.errors import RecipeError
+from ortc.passes import optimizer
 from ortc.passes.optimizer import BuildOptimizer, state_slots
 from ortc.plan import ParameterInfo
 from ortc.recipe import parse_recipe
+from ortc.rules import OPTIMIZERS
 from ortc.target import load_target
 
 FOLDER = Path(__file__).parent / "data"
@@ -179,3 +184,47 @@ def test_a_group_has_its_own_rate_and_decay():
 def test_wrong_options_are_told(optimizer, message):
     with pytest.raises(RecipeError, match=message):
         optimizer_graph({"w": (2,)}, optimizer["name"], optimizer.get("options", {}))
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if OPTIMIZERS[name].elementwise])
+def test_a_large_parameter_is_updated_in_chunks_as_in_one_piece(name, tmp_path, monkeypatch):
+    """A Scan over rows that fit the cache: the same numbers but for the last bit, in the parameter's own shape."""
+    monkeypatch.setattr(optimizer, "_LARGE", 1 << 10)
+    monkeypatch.setattr(optimizer, "_SMALLEST_CHUNK", 64)
+    text = "m (float[N,96] x) => (float[N,40] y) { h = MatMul(x, w) y = Add(h, b) }"
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 21]> {text}')
+    random = np.random.default_rng(1)
+    values = {"w": random.standard_normal((96, 40), np.float32), "b": random.standard_normal(40, np.float32)}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(array, key) for key, array in values.items())
+    onnx.save(model, tmp_path / "m.onnx")
+    batch = {"x": random.standard_normal((8, 96)).astype(np.float32), "labels": np.ones((8, 40), np.float32)}
+    options = {"momentum": 0.9} if name in ("sgd", "rmsprop") else {}
+    chosen = {"loss": [{"name": "mse"}], "target": TARGETS[-1].name}
+    chosen |= {"optimizer": {"name": name, "options": options, "max_norm": 5.0}}
+    found = []
+    for chunk in (None, 480):
+        monkeypatch.setattr(optimizer, "_chunk", lambda elements, size=chunk: size if elements == 96 * 40 else None)
+        folder = tmp_path / str(chunk)
+        plan = compile(tmp_path / "m.onnx", folder, parse_recipe(chosen))
+        shapes = {p.of: p.shape for p in plan.stages[0].phases["optimizer"].inputs if p.role == "parameter"}
+        assert shapes["w"] == ([96, 40] if chunk is None else [8, 480])
+        with Trainer(folder) as trainer:
+            for _ in range(3):
+                trainer.step(batch)
+            trainer.save()
+            found.append({k: v.copy() for k, v in trainer.parameters.items()})
+        states = load_file(folder / "checkpoint" / "step-3" / "optimizer.safetensors")
+        assert all(states[f"w/{key.split('/')[1]}"].shape == (96, 40) for key in states if key.startswith("w/"))
+    for key in ("w", "b"):
+        np.testing.assert_allclose(found[0][key], found[1][key], rtol=1e-6, atol=1e-7)
+    assert np.abs(found[1]["w"] - values["w"]).max() > 1e-4
+
+
+def test_chunks_divide_a_parameter():
+    assert optimizer._chunk(1000) is None
+    for elements in (50257 * 768, 768 * 3072, 512 * 512 * 9):
+        size = optimizer._chunk(elements)
+        assert size is not None
+        assert elements % size == 0
+        assert 1 << 12 <= size <= 1 << 15
+    assert optimizer._chunk(1_000_003) is None  # a prime

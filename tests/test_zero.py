@@ -155,7 +155,7 @@ def test_a_replica_may_have_nothing_to_update(tmp_path: Path):
 
 def test_owners_are_balanced_and_agree_over_stages():
     stages = [{"tied": 70, "a": 40, "b": 30}, {"c": 90, "tied": 70, "d": 10, "e": 10}]
-    owners = _owners(stages, 2)
+    owners = _owners(stages, 2, {})
     loads = [[sum(size for n, size in stage.items() if owners[n] == r) for r in (0, 1)] for stage in stages]
     assert loads == [[70, 70], [90, 90]] or loads == [[70, 70], [90, 90]][::-1]
     assert owners["tied"] != owners["c"]

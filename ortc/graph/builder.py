@@ -1,8 +1,9 @@
 """The ``op`` object: how rules, losses and optimizers write nodes.
 
 ``op.Tanh(x)`` appends a node and returns its output (a tuple with ``_outputs=2``). Inputs are values, or plain Python
-data: a number takes the element type of the operand that the operator's schema pairs it with, a list of integers
-becomes an int64 vector, an array stays what it is, None leaves an optional input out. Attributes are keywords.
+data: a number takes the element type of the operand that the operator's schema pairs it with (a float without one, such
+as Pow's, the first operand's), a list of integers becomes an int64 vector, an array stays what it is, None leaves an
+optional input out. Attributes are keywords.
 ``a + b``, ``2 * a``, ``-a``, ``a / b`` work while the builder is entered as a context.
 
 Every node gets a readable unique name, its origin as metadata, and every output its type and shape.
@@ -31,6 +32,7 @@ class Builder:
     def __init__(self, graph: ir.Graph, outer: Builder | None = None) -> None:
         """``outer`` is the builder of the graph around a nested one: names and opsets are the outermost graph's."""
         self.graph = graph
+        self._outer = outer
         self.root: ir.Graph = graph if outer is None else outer.root
         self.opset = self.root.opset_imports[""]
         self.names: Names = Names(taken_names(graph)) if outer is None else outer.names
@@ -120,8 +122,9 @@ class Builder:
             if operand is None or isinstance(operand, ir.Value):
                 values.append(operand)
             elif isinstance(operand, bool | int | float | np.generic):
+                first = next((v for v in inputs if isinstance(v, ir.Value)), None) if isinstance(operand, float) else None
                 paired = (v for v, k in zip(inputs, kinds_of, strict=True) if isinstance(v, ir.Value) and k == kind)
-                like = next(paired, None)
+                like = next(paired, first)
                 values.append(self.const(operand, like=like))
             elif isinstance(operand, np.ndarray):
                 values.append(self.const(operand))
@@ -208,9 +211,10 @@ class Builder:
         return sizes if len(axes) == 1 else self.ReduceProd(sizes, keepdims=1)
 
     def vector(self, *parts: int | ir.Value) -> ir.Value:
-        """Numbers and int64 vectors as one int64 vector: a constant if all are numbers."""
-        if all(isinstance(p, int) for p in parts):
-            return self.const(np.asarray(parts, dtype=np.int64))
+        """Numbers and int64 vectors as one int64 vector: a constant if all are known."""
+        known = [np.array([p], np.int64) if isinstance(p, int) else self.constant(p) for p in parts]
+        if parts and all(array is not None for array in known):
+            return self.const(np.concatenate([array for array in known if array is not None]))
         vectors = [self.const(np.asarray([p], np.int64)) if isinstance(p, int) else p for p in parts]
         return vectors[0] if len(vectors) == 1 else self.Concat(*vectors, axis=0)
 
@@ -258,6 +262,33 @@ class Builder:
         """``x`` where the condition holds, else ``y``; numbers take the type of ``like``."""
         x, y = (v if isinstance(v, ir.Value) else self.const(v, like=like) for v in (x, y))
         return self.Where(condition, x, y)
+
+    def pad(
+        self,
+        x: ir.Value,
+        pads: Sequence[int] | ir.Value,
+        axes: Sequence[int],
+        value: ir.Value | None = None,
+        like: ir.Value | None = None,
+    ) -> ir.Value:
+        """``x`` with zeros, or ``value``, before and after it along ``axes``; a negative number cuts.
+
+        The node has pads for all axes: where transposes are near, ONNX Runtime (1.19 to 1.32) reads those of some as if
+        they were all.
+
+        Args:
+            pads: for each of ``axes`` the number before, then for each the number after; also as an int64 vector.
+            like: the result has this value's type and shape.
+        """
+        rank, n = self.rank(x), len(axes)
+        places = [2 * n] * (2 * rank)  # of a zero, behind the others
+        for i, axis in enumerate(self.axes(x, axes)):
+            places[axis], places[rank + axis] = i, n + i
+        known = self.constant(pads) if isinstance(pads, ir.Value) else np.asarray(pads, np.int64)
+        if known is not None:
+            return self.Pad(x, np.append(known, 0)[places], value, _like=like)
+        assert isinstance(pads, ir.Value)
+        return self.Pad(x, self.Gather(self.vector(pads, 0), places), value, _like=like)
 
     def transpose_last(self, x: ir.Value) -> ir.Value:
         """``x`` with its last two axes exchanged."""
@@ -315,6 +346,17 @@ class Builder:
         with inner.scope(self._prefix):
             inner._metadata = self._metadata
             yield inner
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """New nodes go to the graph around this nested one, if it is nested."""
+        outer = self._outer or self
+        own = self.graph, self._constants, self._shapes
+        self.graph, self._constants, self._shapes = outer.graph, outer._constants, outer._shapes
+        try:
+            yield
+        finally:
+            self.graph, self._constants, self._shapes = own
 
     def give(self, values: Sequence[ir.Value]) -> None:
         """Make the values outputs of a nested graph; what it does not make itself, or gives already, as a copy."""

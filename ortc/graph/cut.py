@@ -48,6 +48,9 @@ def carve(model: ir.Model, outputs: Sequence[ir.Value], given: Sequence[ir.Value
     own = [v for v in model.graph.inputs if v in ends]
     read = [v for v in given if v in ends]
     graph = ir.convenience.extract(model.graph, [*own, *read], list(outputs))
+    held = dict(graph.initializers)
+    graph.initializers.clear()  # it comes in the order of a set, another one in each process
+    graph.initializers.update({name: held[name] for name in model.graph.initializers if name in held})
     part = ir.Model(
         graph, ir_version=model.ir_version, producer_name=model.producer_name, metadata_props=dict(model.metadata_props)
     )

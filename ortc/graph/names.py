@@ -61,3 +61,13 @@ def taken_names(graph: ir.Graph) -> set[str]:
             if node.name:
                 taken.add(node.name)
     return taken
+
+
+def take_place(old: ir.Value, new: ir.Value) -> None:
+    """``new`` gets the uses and the name of ``old``, and what is known of it."""
+    new.metadata_props.update(old.metadata_props)
+    new.type = new.type or old.type
+    new.shape = new.shape or old.shape
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    name, old.name = old.name, None
+    new.name = name or new.name

@@ -51,6 +51,12 @@ def is_float(value: ir.Value) -> bool:
     return value.dtype in FLOAT_TYPES
 
 
+def type_name(dtype: ir.DataType) -> str:
+    """NumPy's name of an element type, e.g. float32; bfloat16, of which NumPy has none, as such."""
+    names = {ir.DataType.FLOAT: "float32", ir.DataType.DOUBLE: "float64"}
+    return names.get(dtype, dtype.name.lower())
+
+
 def constant(value: ir.Value | None) -> np.ndarray | None:
     """The value's array if it is a small constant (never a weight's), else None."""
     if value is None or value.const_value is None or value.const_value.size > _SMALL or value.is_graph_input():

@@ -23,6 +23,10 @@ A checkpoint holds
 
   ``shape`` is that of the whole tensor, ``offset`` where the file's part of it starts.
 
+A single ``.safetensors`` file can be restored as well, such as a loop in another language writes (``examples/``): the
+parameters and buffers under their names, the optimizer's states, if any, as ``<parameter>/<slot>``, and in its metadata,
+if it is known, the ``step``.
+
 A save writes into a hidden folder beside the others, syncs every file, renames the folder and syncs the parent: a
 checkpoint that was reported as saved survives a kill at any instant.
 """
@@ -44,7 +48,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortc.errors import CheckpointError
-from ortc.plan import ParameterInfo, Plan
+from ortc.plan import AVERAGE, ParameterInfo, Plan
+from ortc.runtime.batch import numpy_type
 from ortc.runtime.messages import tell
 from ortc.runtime.stage import StateKey
 from ortc.runtime.transport import Transport
@@ -77,19 +82,25 @@ class Progress:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def write_index(folder: Path, plan: Plan) -> None:
+def write_index(folder: Path, plan: Plan, file_of: Mapping[str, str] | None = None) -> None:
     """Complete the initial checkpoint, whose ``parameters.safetensors`` lies in the folder.
+
+    Args:
+        folder: the checkpoint's.
+        plan: of what is in it.
+        file_of: the file of each parameter, where that is another.
 
     Raises:
         OSError: if a file cannot be read or written.
     """
-    entries = {p.name: _entry(p.dtype, p.shape, PARAMETERS) for p in plan.parameters}
-    files = {PARAMETERS: _sha256(folder / PARAMETERS)}
+    placed = {p.name: PARAMETERS if file_of is None else file_of[p.name] for p in plan.parameters}
+    entries = {p.name: _entry(p.dtype, p.shape, placed[p.name]) for p in plan.parameters}
+    files = {name: file_hash(folder / name) for name in sorted({*placed.values()} or {PARAMETERS})}
     _write_index(folder, plan.fingerprint, 0, Progress(), entries, {}, files)
 
 
 def save(root: Path, plan: Plan, progress: Progress, worker: Worker, *, keep: int) -> Path:
-    """Write a checkpoint, then delete all but the last ``keep`` and the initial one. All ranks call it together.
+    """Write a checkpoint, then delete all but the last ``keep``, the best and the initial one. All ranks call it together.
 
     Each rank writes what it owns, from where it is; rank 0 the index, last. A checkpoint of the same step is replaced.
 
@@ -118,7 +129,32 @@ def save(root: Path, plan: Plan, progress: Progress, worker: Worker, *, keep: in
         if world.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
     if world.rank == 0:
-        _forget_old(root, keep)
+        _forget_old(root, keep, best_step(progress.settings))
+    return target
+
+
+def save_arrays(
+    root: Path, plan: Plan, progress: Progress, values: Mapping[str, np.ndarray], states: Mapping[StateKey, np.ndarray]
+) -> Path:
+    """Write a checkpoint of arrays, in one process; it is the latest then. One of the same step is replaced.
+
+    Raises:
+        CheckpointError: it cannot be written; the others are as they were.
+    """
+    target = root / f"step-{progress.step}"
+    aside = root / f".{target.name}.new"
+
+    def write() -> None:
+        _begin(root, aside)
+        shard = _write_files(aside, values, states, suffix="")
+        _finish(root, aside, target, plan, progress, [{"problem": "", **shard}])
+
+    try:
+        problem = _attempt(write)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    if problem:
+        raise CheckpointError(f"cannot save {target}: {problem}; the earlier checkpoints are intact")
     return target
 
 
@@ -154,8 +190,13 @@ def _tell_all(world: Transport, target: Path, action: Callable[[], None] | None)
 def _write_shard(folder: Path, worker: Worker) -> dict[str, Any]:
     """One rank's files; returns what the index says of them."""
     suffix = "" if worker.world.size == 1 else f"-{worker.world.rank}"
+    return _write_files(folder, worker.owned_values(), worker.owned_states(), suffix)
+
+
+def _write_files(
+    folder: Path, values: Mapping[str, np.ndarray], states: Mapping[StateKey, np.ndarray], suffix: str
+) -> dict[str, Any]:
     names = {kind: kind.replace(".safetensors", f"{suffix}.safetensors") for kind in (PARAMETERS, OPTIMIZER)}
-    values, states = worker.owned_values(), worker.owned_states()
     if values:
         _write_tensors(folder / names[PARAMETERS], dict(values))
     if states:
@@ -166,7 +207,7 @@ def _write_shard(folder: Path, worker: Worker) -> dict[str, Any]:
     return {
         "parameters": {name: _entry(a.dtype.name, a.shape, names[PARAMETERS]) for name, a in values.items()},
         "optimizer": optimizer,
-        "files": {f: _sha256(folder / f) for f in names.values() if (folder / f).exists()},
+        "files": {f: file_hash(folder / f) for f in names.values() if (folder / f).exists()},
     }
 
 
@@ -255,10 +296,15 @@ def _replaced(target: Path) -> Path:
     return target.with_name(f".{target.name}.old")
 
 
-def _forget_old(root: Path, keep: int) -> None:
+def _forget_old(root: Path, keep: int, best: int | None) -> None:
     for folder in _latest_first(root)[keep:]:
-        if folder.name != "step-0":
+        if folder.name not in ("step-0", f"step-{best}"):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def best_step(settings: Mapping[str, Any]) -> int | None:
+    """The step of the best checkpoint, as a run noted it in its settings."""
+    return settings["best"]["step"] if settings.get("best") else None
 
 
 def clean_up(root: Path) -> None:
@@ -282,7 +328,7 @@ def restore(root: Path, plan: Plan, which: str | Path, worker: Worker) -> tuple[
     Args:
         root: the folder of the checkpoints.
         plan: whose checkpoint it must be; how it was divided into stages and replicas does not matter.
-        which: ``latest``, ``none`` (the initial one), or the path of one. A damaged latest one is told on stderr and
+        which: ``latest``, ``best``, ``none`` (the initial one), or the path of one. A damaged latest one is told on stderr and
             passed over.
         worker: its parameters, buffers and states are filled; states with zeros where the checkpoint has none.
 
@@ -303,19 +349,48 @@ def restore(root: Path, plan: Plan, which: str | Path, worker: Worker) -> tuple[
     if "problem" in chosen:
         raise CheckpointError(chosen["problem"])
     folder = Path(chosen["folder"])
-    index = read_index(folder)
+    index = _index_of_file(folder, plan) if _is_file(folder) else read_index(folder)
     for stage in worker.stages.values():
-        _load(folder, index, stage.values, stage.states, quiet=world.rank != 0)
+        _load(folder.parent if _is_file(folder) else folder, index, stage.values, stage.states, quiet=world.rank != 0)
+    return folder, _progress(index)
+
+
+def load(root: Path, plan: Plan, which: str | Path) -> tuple[Path, Progress, dict[str, np.ndarray], dict[StateKey, np.ndarray]]:
+    """A checkpoint's folder, where the run was, all values, and all states, in the order in which they were saved.
+
+    Raises:
+        CheckpointError: as :func:`restore`.
+    """
+    if _is_file(which):
+        raise CheckpointError(f"{which} is no checkpoint but a file of weights; give the folder of one")
+    folder = _choose(root, plan, which)
+    index = read_index(folder)
+    values = {p.name: np.empty(p.shape, numpy_type(p.dtype, p.name)) for p in plan.parameters}
+    states = {
+        (name, slot): np.empty(entry["shape"], numpy_type(entry["dtype"], name))
+        for name, slots in index["optimizer"].items()
+        for slot, entry in slots.items()
+    }
+    _load(folder, index, values, states)
+    return folder, _progress(index), values, states
+
+
+def _progress(index: dict[str, Any]) -> Progress:
     position = index["position"]
-    return folder, Progress(
+    return Progress(
         index["step"], index["seed"], (position["epoch"], position["batch"]), index["settings"], index.get("scaling")
     )
 
 
 def _choose(root: Path, plan: Plan, which: str | Path) -> Path:
     """The checkpoint to read, whole and of this model."""
+    if _is_file(which):
+        _index_of_file(Path(which), plan)
+        return Path(which)
     if str(which) == "none":
         candidates = [root / "step-0"]
+    elif str(which) == "best":
+        candidates = [_best(root)]
     elif str(which) == "latest":
         candidates = _latest_first(root)
         if not candidates:
@@ -334,6 +409,53 @@ def _choose(root: Path, plan: Plan, which: str | Path) -> Path:
             if len(candidates) > 1:
                 tell(f"warning: {error}; the checkpoint before it is taken")
     raise CheckpointError("\n".join(problems))
+
+
+def _best(root: Path) -> Path:
+    for folder in _latest_first(root):
+        with contextlib.suppress(Damaged):
+            step = best_step(read_index(folder)["settings"])
+            if step is None:
+                break
+            return root / f"step-{step}"
+    raise CheckpointError(f"{root} has no best checkpoint: a run keeps one with --eval-data and --best METRIC")
+
+
+def _is_file(which: str | Path) -> bool:
+    return Path(which).suffix == ".safetensors"
+
+
+def _index_of_file(path: Path, plan: Plan) -> dict[str, Any]:
+    """What the index of a checkpoint would say, if its tensors were in this one file.
+
+    Raises:
+        CheckpointError: it cannot be read, lacks a parameter, or holds what is not of this model.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            names, metadata = list(file.keys()), file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from None
+    step = metadata.get("step", "0")
+    if not step.isdecimal():
+        raise CheckpointError(f"{path} has {step!r} as its step, in the metadata; it must be a number")
+    ours = {p.name for p in plan.parameters}
+    index: dict[str, Any] = {"step": int(step), "seed": None, "position": {"epoch": 0, "batch": 0}, "settings": {}}
+    index |= {"parameters": {}, "optimizer": {}}
+    for name in names:
+        parameter, _, slot = name.rpartition("/")
+        if name in ours:
+            index["parameters"][name] = {"file": path.name}
+        elif parameter in ours:
+            index["optimizer"].setdefault(parameter, {})[slot] = {"file": path.name}
+        else:
+            raise CheckpointError(f"{path} belongs to another model than {plan.model}: it has {name!r}, the model has not")
+    for parameter in plan.parameters:
+        if parameter.name not in index["parameters"]:
+            raise CheckpointError(f"{path} lacks the parameter {parameter.name!r} of {plan.model}")
+    return index
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -381,7 +503,7 @@ def _difference(theirs: dict[str, Any], ours: dict[str, ParameterInfo]) -> str:
 def _check_files(folder: Path, index: dict[str, Any]) -> None:
     for name, sha256 in index["files"].items():
         try:
-            found = _sha256(folder / name)
+            found = file_hash(folder / name)
         except OSError as error:
             raise Damaged(f"checkpoint {folder} is damaged: cannot read {name}: {error.strerror}") from None
         if found != sha256:
@@ -398,11 +520,14 @@ def _load(
     _read(folder, [(index["parameters"][name]["file"], name, a, f"{name!r} in {folder}") for name, a in values.items()])
     saved = {(name, slot): entry["file"] for name, slots in index["optimizer"].items() for slot, entry in slots.items()}
     missing = sorted(k for k in states if k not in saved)
-    if saved and missing and not quiet:
-        name, slot = missing[0]
-        tell(f"warning: {folder} lacks {len(missing)} optimizer states, such as {slot!r} of {name!r}; they start at zero")
+    zeroed = [k for k in missing if k[1] != AVERAGE]
+    if saved and zeroed and not quiet:
+        name, slot = zeroed[0]
+        tell(f"warning: {folder} lacks {len(zeroed)} optimizer states, such as {slot!r} of {name!r}; they start at zero")
     for k in missing:
-        if states[k].any():  # zeros that were never written to take no memory
+        if k[1] == AVERAGE:
+            states[k][...] = values[k[0]]
+        elif states[k].any():  # zeros that were never written to take no memory
             states[k][...] = 0
     wanted = [(k, array) for k, array in states.items() if k in saved]
     _read(folder, [(saved[k], "/".join(k), a, f"the state {k[1]!r} of {k[0]!r} in {folder}") for k, a in wanted])
@@ -461,7 +586,8 @@ def _checksum(index: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
-def _sha256(path: Path) -> str:
+def file_hash(path: Path) -> str:
+    """The sha256 of a file, as hexadecimal text."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 20):

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
+import queue
 import re
 import shutil
 import sys
 import tempfile
+import threading
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from numpy.lib import format as npy
 
 from ortc.errors import DataError
 from ortc.runtime.batch import Batch, BatchCheck, aligned_zeros
+from ortc.runtime.tables import is_dataset, read_dataset, read_parquet
 
 
 class Arrays:
@@ -26,10 +30,14 @@ class Arrays:
 
     Attributes:
         samples: how many there are.
+        share: of a batch's samples those that this rank works on, if not all; other rows stay zero, unread.
+        whole: the arrays that it reads whole all the same.
     """
 
     def __init__(self, shards: list[dict[str, np.ndarray]], source: str) -> None:
         self.shards = shards
+        self.share: Callable[[int], slice] = lambda samples: slice(None)
+        self.whole: frozenset[str] = frozenset()
         first = shards[0]
         for shard in shards:
             for name, array in shard.items():
@@ -45,6 +53,10 @@ class Arrays:
         """Batches of an epoch."""
         return self.samples // batch_size if drop_last else -(-self.samples // batch_size)
 
+    def left_out(self, batch_size: int, drop_last: bool) -> int:
+        """Samples of an epoch that are in no batch."""
+        return self.samples % batch_size if drop_last else 0
+
     def batches(self, epoch: int, *, seed: int | None, batch_size: int, drop_last: bool, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch from the batch ``start`` on; without a seed in the stored order."""
         order = np.arange(self.samples) if seed is None else epoch_order(self.samples, seed, epoch)
@@ -53,10 +65,14 @@ class Arrays:
 
     def _take(self, indices: np.ndarray) -> Batch:
         shard_of = np.searchsorted(self._starts, indices, side="right") - 1
+        mine = np.zeros(len(indices), bool)
+        mine[self.share(len(indices))] = True
         batch = {n: aligned_zeros((len(indices), *a.shape[1:]), a.dtype) for n, a in self.shards[0].items()}
         for k in np.unique(shard_of):
-            rows = np.flatnonzero(shard_of == k)
+            every = np.flatnonzero(shard_of == k)
+            own = every[mine[every]]
             for name, array in self.shards[k].items():
+                rows = every if name in self.whole else own
                 batch[name][rows] = array[indices[rows] - self._starts[k]]
         return batch
 
@@ -71,8 +87,10 @@ class Generated:
 
     samples = None
 
-    def __init__(self, function: Callable[..., Iterator[Mapping[str, np.ndarray]]], source: str) -> None:
-        self.function, self.source = function, source
+    def __init__(
+        self, function: Callable[..., Iterator[Mapping[str, np.ndarray]]], source: str, rename: Mapping[str, str] | None = None
+    ) -> None:
+        self.function, self.source, self.rename = function, source, rename or {}
 
     def count(self, batch_size: int, drop_last: bool) -> int | None:
         """Batches of an epoch: not known."""
@@ -86,29 +104,88 @@ class Generated:
             if not isinstance(batch, Mapping):
                 raise DataError(f"{self.source} must yield dicts of arrays, not {type(batch).__name__}")
             if i >= start:
-                yield {name: np.asarray(array) for name, array in batch.items()}
+                yield _renamed({name: np.asarray(array) for name, array in batch.items()}, self.rename, self.source)
 
 
 Data = Arrays | Generated
 
 
-def open_data(source: str | Path, inputs: BatchCheck) -> Data:
-    """Open a ``.npz``, a folder of ``.npz`` or ``.npy``, or ``module:function``.
+def open_data(source: str | Path, inputs: BatchCheck, rename: Mapping[str, str] | None = None) -> Data:
+    """Open a ``.npz`` or ``.parquet``, a folder of ``.npz``, ``.npy`` or ``.parquet``, a dataset that Hugging Face's
+    ``datasets`` saved on disk, or ``module:function``.
 
-    In a folder each ``.npz`` is a shard with all inputs, or each ``.npy`` is one input, by its file name. Nothing is
-    loaded: files are mapped, compressed members are unpacked into a temporary file first.
+    In a folder each ``.npz`` or ``.parquet`` is a shard with all inputs, or each ``.npy`` is one input, by its file name.
+    Nothing is loaded: files are mapped, compressed ones are unpacked into a temporary file first.
+
+    Args:
+        source: where it is.
+        inputs: the model's inputs.
+        rename: names in the data -> names of inputs.
 
     Raises:
         DataError: there is no such data, it is not plain arrays, or an input is missing.
     """
-    path = Path(source)
+    path, names = Path(source), rename or {}
     if path.is_dir():
-        return _open_folder(path, inputs)
+        return Arrays([_select(_renamed(shard, names, file), inputs, file) for file, shard in _open_folder(path)], str(path))
     if path.is_file():
-        return Arrays([_select(_map_npz(path), inputs, path)], str(path))
+        shards = read_parquet(path) if path.suffix == ".parquet" else [_map_npz(path)]
+        return Arrays([_select(_renamed(shard, names, path), inputs, path) for shard in shards], str(path))
     if re.fullmatch(r"[\w.]+:\w+", str(source)):
-        return Generated(_import_function(str(source)), str(source))
-    raise DataError(f"there is no data {str(source)!r}: give a .npz, a folder of .npz or .npy, or module:function")
+        return Generated(_import_function(str(source)), str(source), names)
+    raise DataError(
+        f"there is no data {str(source)!r}: give a .npz or .parquet, a folder of .npz, .npy or .parquet, a dataset on disk, "
+        "or module:function"
+    )
+
+
+def _renamed(arrays: Mapping[str, np.ndarray], names: Mapping[str, str], source: object) -> dict[str, np.ndarray]:
+    renamed = {names.get(name, name): array for name, array in arrays.items()}
+    missing = [name for name in names if name not in arrays]
+    if missing or len(renamed) < len(arrays):
+        what = f"there is no {missing[0]!r}" if missing else "two would have the same name"
+        raise DataError(f"{source}: --rename: {what}; it has {', '.join(map(repr, arrays))}")
+    return renamed
+
+
+_T = TypeVar("_T")
+
+
+def prefetched(items: Iterator[_T], ahead: int = 2) -> Iterator[_T]:
+    """The same items, made in a thread that is up to ``ahead`` of them in advance; what it raises comes in its place."""
+    ready: queue.Queue[tuple[bool, Any]] = queue.Queue(ahead)
+    stop = threading.Event()
+
+    def put(is_item: bool, item: Any) -> None:
+        while not stop.is_set():
+            with contextlib.suppress(queue.Full):
+                ready.put((is_item, item), timeout=0.1)
+                return
+
+    def work() -> None:
+        try:
+            for item in items:
+                put(True, item)
+                if stop.is_set():
+                    return
+            put(False, None)
+        except BaseException as error:
+            put(False, error)
+
+    thread = threading.Thread(target=work, name="data", daemon=True)
+    thread.start()
+    try:
+        while True:
+            is_item, item = ready.get()
+            if is_item:
+                yield item
+            elif item is None:
+                return
+            else:
+                raise item
+    finally:
+        stop.set()
+        thread.join(timeout=5)  # what the data does there may take longer than anybody waits
 
 
 def first_batch(source: str | Path, inputs: BatchCheck) -> Batch:
@@ -132,15 +209,21 @@ def epoch_order(samples: int, seed: int, epoch: int) -> np.ndarray:
     return np.argsort(keys, kind="stable")
 
 
-def _open_folder(folder: Path, inputs: BatchCheck) -> Arrays:
-    npz, single = sorted(folder.glob("*.npz")), sorted(folder.glob("*.npy"))
-    if npz and single:
-        raise DataError(f"{folder} holds both .npz and .npy files: a folder is one or the other")
-    if npz:
-        return Arrays([_select(_map_npz(p), inputs, p) for p in npz], str(folder))
-    if single:
-        return Arrays([_select({p.stem: _map_npy(p) for p in single}, inputs, folder)], str(folder))
-    raise DataError(f"{folder} holds neither .npz nor .npy files")
+def _open_folder(folder: Path) -> list[tuple[Path, dict[str, np.ndarray]]]:
+    """The shards of a folder, each with the file it comes from."""
+    if is_dataset(folder):
+        return read_dataset(folder)
+    files = {kind: sorted(folder.glob(f"*.{kind}")) for kind in ("npz", "npy", "parquet")}
+    there = [kind for kind, found in files.items() if found]
+    if len(there) > 1:
+        raise DataError(f"{folder} holds both .{there[0]} and .{there[1]} files: a folder is one or the other")
+    if not there:
+        raise DataError(f"{folder} holds neither .npz, .npy nor .parquet files, and is no dataset that was saved on disk")
+    if there == ["npy"]:
+        return [(folder, {p.stem: _map_npy(p) for p in files["npy"]})]
+    if there == ["npz"]:
+        return [(p, _map_npz(p)) for p in files["npz"]]
+    return [(p, shard) for p in files["parquet"] for shard in read_parquet(p)]
 
 
 def _select(arrays: dict[str, np.ndarray], inputs: BatchCheck, source: Path) -> dict[str, np.ndarray]:

@@ -21,23 +21,24 @@ from ortc.errors import OrtcError
 from ortc.plan import GraphFile, Plan
 from ortc.runtime.batch import Batch, key
 from ortc.runtime.checkpoint import sync_folder
+from ortc.runtime.onnx_file import MODEL_GRAPH, bytes_field, varint
 from ortc.runtime.stage import open_session, read_graph
 
 # A protobuf file must stay below 2 GiB; weights that would not fit go into a file of their own.
 LARGEST_FILE = 2**31 - 2**24
 _PAGE = 4096  # so that a runtime can map each weight
 
-_DATA_TYPES = {
+DATA_TYPES = {
     "float32": 1, "uint8": 2, "int8": 3, "uint16": 4, "int16": 5, "int32": 6, "int64": 7, "bool": 9, "float16": 10,
     "float64": 11, "uint32": 12, "uint64": 13, "complex64": 14, "complex128": 15,
 }  # fmt: skip
-_MODEL_GRAPH, _GRAPH_INITIALIZER = 7, 5
+_GRAPH_INITIALIZER = 5
 _DIMS, _DATA_TYPE, _NAME, _RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION = 1, 2, 8, 9, 13, 14
 _EXTERNAL = 1
 
 
 def export_model(
-    plan: Plan,
+    graph: GraphFile,
     folder: Path,
     parameters: Mapping[str, np.ndarray],
     path: Path,
@@ -48,7 +49,7 @@ def export_model(
     """Write the inference model. The file (and ``<name>.data`` beside it, above 2 GB) appears whole or not at all.
 
     Args:
-        plan: what was compiled.
+        graph: the model without its parameters, as it was compiled.
         folder: the output folder it lies in.
         parameters: parameters and buffers by the model's names; written from where they are.
         path: the ``.onnx`` file to write.
@@ -59,7 +60,7 @@ def export_model(
         OrtcError: the file exists, or cannot be written.
     """
     data = path.with_name(f"{path.name}.data")
-    template = read_graph(folder, plan.export)
+    template = read_graph(folder, graph)
     external = len(template) + sum(a.nbytes for a in parameters.values()) > LARGEST_FILE
     for file in (path, data) if external else (path,):
         if file.exists() and not force:
@@ -96,46 +97,32 @@ def _synced(path: Path) -> Iterator[BinaryIO]:
 def _write_initializer(model: BinaryIO, name: str, array: np.ndarray, weights: BinaryIO | None, location: str) -> None:
     """Append ``ModelProto{graph{initializer{…}}}``; the values go into ``weights`` if there is such a file."""
     values = array.reshape(-1).view(np.uint8).data
-    tensor = b"".join(_varint(_DIMS << 3) + _varint(size) for size in array.shape)
-    tensor += _varint(_DATA_TYPE << 3) + _varint(_DATA_TYPES[array.dtype.name])
-    tensor += _bytes_field(_NAME, name.encode())
+    tensor = b"".join(varint(_DIMS << 3) + varint(size) for size in array.shape)
+    tensor += varint(_DATA_TYPE << 3) + varint(DATA_TYPES[array.dtype.name])
+    tensor += bytes_field(_NAME, name.encode())
     tail = len(values)
     if weights is None:
-        tensor += _varint(_RAW_DATA << 3 | 2) + _varint(tail)
+        tensor += varint(_RAW_DATA << 3 | 2) + varint(tail)
     else:
         weights.write(bytes(-weights.tell() % _PAGE))
         where = {"location": location, "offset": str(weights.tell()), "length": str(tail)}
         tensor += b"".join(
-            _bytes_field(_EXTERNAL_DATA, _bytes_field(1, k.encode()) + _bytes_field(2, v.encode())) for k, v in where.items()
+            bytes_field(_EXTERNAL_DATA, bytes_field(1, k.encode()) + bytes_field(2, v.encode())) for k, v in where.items()
         )
-        tensor += _varint(_DATA_LOCATION << 3) + _varint(_EXTERNAL)
+        tensor += varint(_DATA_LOCATION << 3) + varint(_EXTERNAL)
         tail = 0
-    graph = _varint(_GRAPH_INITIALIZER << 3 | 2) + _varint(len(tensor) + tail) + tensor
-    model.write(_varint(_MODEL_GRAPH << 3 | 2) + _varint(len(graph) + tail) + graph)
+    graph = varint(_GRAPH_INITIALIZER << 3 | 2) + varint(len(tensor) + tail) + tensor
+    model.write(varint(MODEL_GRAPH << 3 | 2) + varint(len(graph) + tail) + graph)
     (model if weights is None else weights).write(values)
 
 
-def _bytes_field(number: int, value: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(value)) + value
-
-
-def _varint(value: int) -> bytes:
-    """Seven bits a byte, the low ones first; all but the last byte have the high bit."""
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-def exported_loss(plan: Plan, folder: Path, model: Path, batch: Batch, threads: int | None = None) -> float:
+def exported_loss(plan: Plan, folder: Path, model: Path, graph: GraphFile, batch: Batch, threads: int | None = None) -> float:
     """The loss of an exported model: its outputs, computed by ONNX Runtime, through the compiled criterion.
 
     Raises:
         OrtcError: if ONNX Runtime cannot open or run the model.
     """
-    outputs = _run(str(model), f"the exported {model.name}", plan, plan.export, batch, threads)
+    outputs = _run(str(model), f"the exported {model.name}", plan, graph, batch, threads)
     results = _run(read_graph(folder, plan.criterion), plan.criterion.file, plan, plan.criterion, {**batch, **outputs}, threads)
     return float(results[next(key(p) for p in plan.criterion.outputs if p.role == "loss")])
 

@@ -34,7 +34,7 @@ class MetricsFile:
         if self._file is None:
             return
         try:
-            self._file.write(json.dumps({k: _plain(v) for k, v in fields.items()}) + "\n")
+            self._file.write(json.dumps({k: plain(v) for k, v in fields.items()}) + "\n")
         except OSError as error:
             raise self._failed(error) from None
 
@@ -61,7 +61,8 @@ class MetricsFile:
 _FIRST = b'{"step": '  # how every line begins
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A number that JSON has: None for one that is not finite."""
     if isinstance(value, float):
         return value if abs(value) < float("inf") else None
     return value

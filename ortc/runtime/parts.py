@@ -44,6 +44,24 @@ def parts_of(
     return [Part(i, piece, _weights(losses, counts, i) if weighted else {}) for i, piece in enumerate(pieces)]
 
 
+def share_of(samples: int, count: int, replica: int, replicas: int) -> slice:
+    """The samples of a batch that are in a replica's micro-batches."""
+    parts = min(count, max(samples, 1))
+    edges = np.linspace(0, samples, parts + 1).astype(int)
+    dealt = np.linspace(0, parts, replicas + 1).astype(int)
+    return slice(int(edges[dealt[replica]]), int(edges[dealt[replica + 1]]))
+
+
+def read_whole(inputs: BatchCheck) -> frozenset[str]:
+    """The arrays that a replica needs all of: targets, which are counted, and those that go to every micro-batch."""
+    inner = {d for port in inputs.ports.values() for d in (port.shape or [])[1:]}
+    return frozenset(
+        name
+        for name, port in inputs.ports.items()
+        if port.role == "label" or not port.shape or (isinstance(port.shape[0], str) and port.shape[0] in inner)
+    )
+
+
 def _slice(arrays: Batch, inputs: BatchCheck, samples: int, start: int, end: int) -> Batch:
     whole = start == 0 and end == samples
     return {

@@ -61,7 +61,7 @@ def equal_costs(stages: int, forward: float = 1.0, backward_input: float = 1.0, 
 
 
 def plan_costs(plan: Plan) -> Costs:
-    """What the compiler predicted of the stages. From ``I`` to ``W`` as much is kept as before: gradients, for what is done.
+    """What the compiler predicted of the stages.
 
     Raises:
         PlanError: nothing was predicted.
@@ -69,14 +69,13 @@ def plan_costs(plan: Plan) -> Costs:
     costs = [stage.costs for stage in plan.stages if stage.costs is not None]
     if len(costs) < len(plan.stages):
         raise PlanError("the plan predicts no costs: it has one stage, or was not cut by ortc; compile with --stages N")
-    stash = [c.stash_bytes // max(c.in_flight, 1) for c in costs]
     return Costs(
         forward=[c.forward_seconds for c in costs],
         backward_input=[c.backward_input_seconds for c in costs],
         backward_weight=[c.backward_weight_seconds for c in costs],
         transfer={(s.index, to): t for s, c in zip(plan.stages, costs, strict=True) for to, t in c.send_seconds.items()},
-        stash_bytes=stash,
-        weight_stash_bytes=stash,
+        stash_bytes=[c.kept_bytes for c in costs],
+        weight_stash_bytes=[c.kept_for_weights_bytes for c in costs],
         static_bytes=[c.memory_bytes - c.stash_bytes for c in costs],
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortc.errors import DataError, OrtcError, PlanError
-from ortc.plan import GraphFile, ParameterInfo, Plan, Port
+from ortc.plan import AVERAGE, GraphFile, ParameterInfo, Plan, Port
 from ortc.plan import Stage as StagePlan
 from ortc.runtime.batch import ALIGNMENT, Batch, aligned_zeros, key, numpy_type
+from ortc.runtime.engine import Engine, Trace, end_trace
+from ortc.runtime.onnx_file import Node, nodes_of, with_outputs
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -43,6 +46,8 @@ def import_onnxruntime() -> Any:
         ) from None
     return onnxruntime
 
+
+DEFAULT_ENGINE = Engine()
 
 _DISABLED = ["CommonSubexpressionElimination", "NoopElimination"]
 
@@ -70,7 +75,13 @@ _ROUNDING = [
 
 
 def open_session(
-    model: str | bytes, name: str, target: str, threads: int | None = None, *, exact: bool = False
+    model: str | bytes,
+    name: str,
+    target: str,
+    threads: int | None = None,
+    engine: Engine = DEFAULT_ENGINE,
+    *,
+    exact: bool = False,
 ) -> onnxruntime.InferenceSession:
     """Open a graph with the options that training needs.
 
@@ -82,6 +93,7 @@ def open_session(
         name: what to call it in an error.
         target: the plan's target.
         threads: of one operator; None for all cores.
+        engine: what else the session is opened with.
         exact: as the graph is written, in its order and to the last bit, with little memory.
 
     Raises:
@@ -102,9 +114,11 @@ def open_session(
         # than the most that is alive at a time.
         options.enable_mem_reuse = False
         options.enable_mem_pattern = False
+    engine.apply(options, re.sub(r"\W+", "-", name))
+    providers = [(provider, dict(given)) for provider, given in engine.providers]
     disabled = [*_DISABLED, *_MOVING, *_ROUNDING] if exact else _DISABLED
     try:
-        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled)
+        return ort.InferenceSession(model, options, providers=providers, disabled_optimizers=disabled)
     except Exception as error:
         hint = ""
         if target == "ort-training":
@@ -135,27 +149,49 @@ Feed = Any  # an array, or an OrtValue that another session made
 
 
 class Phase:
-    """A session with its IO binding. Arrays are bound once; batches, and what passes between phases and stages, anew."""
+    """A session with its IO binding. Arrays are bound once; batches, and what passes between phases and stages, anew.
 
-    def __init__(self, folder: Path, graph: GraphFile, target: str, threads: int | None, *, exact: bool) -> None:
+    Args:
+        folder, graph: the output folder, and its graph.
+        target, threads, engine, exact: as for :func:`open_session`.
+        fetch: values of the graph that are outputs too, in each run.
+
+    Attributes:
+        bound: the arrays that outputs are written to, by the outputs' names.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        graph: GraphFile,
+        target: str,
+        threads: int | None,
+        engine: Engine = DEFAULT_ENGINE,
+        fetch: Sequence[str] = (),
+        *,
+        exact: bool,
+    ) -> None:
         self.graph = graph
-        self.session = open_session(read_graph(folder, graph), str(folder / graph.file), target, threads, exact=exact)
+        model = with_outputs(read_graph(folder, graph), fetch)
+        self.session = open_session(model, str(folder / graph.file), target, threads, engine, exact=exact)
         self.binding = self.session.io_binding()
         self._value = import_onnxruntime().OrtValue.ortvalue_from_numpy
         self.loose = [p for p in graph.inputs if p.role in LOOSE]
         self._reads_data = any(p.role in ("data", "label", "output") for p in self.loose)
-        self._free: list[Port] = []
+        self._free = [Port(name=name, role="output", dtype="", shape=None) for name in fetch]
+        self.bound: dict[str, np.ndarray] = {}
         self._nothing = self._value(np.zeros((), np.float32))
 
     def bind_input(self, port: Port, array: np.ndarray) -> None:
-        """Let the session read the array's memory; it must outlive the binding."""
+        """Let the session read the array's memory, in the port's shape; it must outlive the binding."""
         assert array.flags.c_contiguous  # otherwise ONNX Runtime would read a copy
-        self.binding.bind_ortvalue_input(port.name, self._value(array))
+        self.binding.bind_ortvalue_input(port.name, self._value(_in_shape_of(port, array)))
 
     def bind_output(self, port: Port, array: np.ndarray) -> None:
         """Let the session write into the array's memory."""
         assert array.flags.c_contiguous
-        self.binding.bind_ortvalue_output(port.name, self._value(array))
+        self.bound[port.name] = array
+        self.binding.bind_ortvalue_output(port.name, self._value(_in_shape_of(port, array)))
 
     def leave_output(self, port: Port) -> None:
         """Let the session allocate the output in each run."""
@@ -186,6 +222,14 @@ class Phase:
         for port in self._free:
             self.binding.bind_output(port.name, "cpu")
         return list(zip(self._free, values, strict=True))
+
+
+def _in_shape_of(port: Port, array: np.ndarray) -> np.ndarray:
+    """The same memory; an optimizer has a large parameter in rows that are no rows of its own."""
+    shape = [d for d in port.shape or () if isinstance(d, int)]
+    if len(shape) != len(port.shape or ()) or math.prod(shape) != array.size:
+        return array
+    return array.reshape(shape)
 
 
 def _owned(values: Sequence[Any]) -> list[Any]:
@@ -222,6 +266,7 @@ def view(value: Any) -> np.ndarray:
 LOOSE = frozenset({"data", "label", "output", "boundary", "boundary_gradient", "stash"})
 
 BACKWARD = ("backward", "backward_input", "backward_weight")
+TRAINING = ("train", "forward", *BACKWARD)
 
 
 @dataclass
@@ -251,11 +296,22 @@ class Stage:
         trained, reduced: the memory of the trained values and of their gradients.
         input_gradients: of data inputs, by name and micro-batch.
         loss: summed over the micro-batches; 0 but on the last stage.
+        fetch: names of values that each step keeps in ``fetched``, by name and micro-batch.
         buffers: the buffers as the micro-batches have changed them; :meth:`update` makes them the values.
     """
 
-    def __init__(self, folder: Path, plan: Plan, stage: StagePlan, threads: int | None = None, replica: int = 0) -> None:
-        self.folder, self.plan, self.stage, self.threads = folder, plan, stage, threads
+    def __init__(
+        self,
+        folder: Path,
+        plan: Plan,
+        stage: StagePlan,
+        threads: int | None = None,
+        replica: int = 0,
+        engine: Engine = DEFAULT_ENGINE,
+    ) -> None:
+        self.folder, self.plan, self.stage, self.threads, self.engine = folder, plan, stage, threads, engine
+        self.fetch: frozenset[str] = frozenset()
+        self.fetched: dict[str, dict[int, np.ndarray]] = {}
         infos = {p.name: p for p in plan.parameters}
         pipeline = plan.recipe.pipeline
         shards = [_trained(stage, r) for r in range(pipeline.replicas)] if pipeline.zero else [_trained(stage)]
@@ -268,7 +324,12 @@ class Stage:
         self.values = {n: values[n] for n in stage.parameters}
         self._optimizer = stage.optimizer(replica)
         state_ports = [p for p in _inputs(stage, self._optimizer) if p.role == "state"]
-        self.states: dict[StateKey, np.ndarray] = {_state_key(p): _zeros(p) for p in state_ports}
+        # Where the optimizer has a parameter in chunks, it has its states so too: in another shape.
+        chunked = {key(p): p.shape for p in _inputs(stage, self._optimizer) if p.role == "parameter"}
+        self.states: dict[StateKey, np.ndarray] = {
+            _state_key(p): _zeros(p).reshape(infos[key(p)].shape if p.shape == chunked[key(p)] else p.shape)  # type: ignore[arg-type]
+            for p in state_ports
+        }
         self.input_gradients: dict[str, dict[int, np.ndarray]] = {}
         self.loss = 0.0
         self.loss_scale = 1.0
@@ -291,6 +352,7 @@ class Stage:
         for bucket in self.reduced:
             bucket.memory[...] = 0
         self.input_gradients.clear()
+        self.fetched.clear()
         self.loss = 0.0
         for name, array in self.buffers.items():
             array[...] = self.values[name]
@@ -346,7 +408,7 @@ class Stage:
         if name in self.stage.phases:
             for port, made in self._run(name, part, kept, kept, seed=seed, step=step):
                 if port.role == "boundary_gradient":
-                    leaving[key(port), peer(port)] = made
+                    leaving.update({(key(port), to): made for to in port.stages or []})
                 elif port.role == "gradient":
                     self.input_gradients.setdefault(key(port), {})[part.index] = made.numpy()
                 if port.name in self._keep:
@@ -371,6 +433,14 @@ class Stage:
         for name, new in self.buffers.items():
             self.values[name][...] = new
 
+    def swap_averages(self) -> None:
+        """Exchange the parameters that this replica updates with their moving averages."""
+        for (name, slot), average in self.states.items():
+            if slot == AVERAGE:
+                kept = self.values[name].copy()
+                self.values[name][...] = average
+                average[...] = kept
+
     # Evaluation
 
     def evaluate(self, part: Part, arrived: Mapping[str, Feed]) -> tuple[float, dict[str, np.ndarray], dict[str, Any]]:
@@ -381,15 +451,54 @@ class Stage:
         outputs = {key(p): v.numpy() for p, v in made if p.role != "boundary"}
         return float(self._losses.get("eval", 0.0)), outputs, {key(p): v for p, v in made if p.role == "boundary"}
 
+    def fetchable(self) -> list[str]:
+        """The values that training computes on this stage, by name, in order."""
+        graphs = [self.stage.phases[name] for name in TRAINING if name in self.stage.phases]
+        return list(dict.fromkeys(v for g in graphs for n in nodes_of(read_graph(self.folder, g)) for v in n.outputs))
+
+    def first_not_finite(self, parts: Sequence[Part], *, seed: int, step: int) -> Node | None:
+        """The first node of the graph that makes a value which is not finite, in a stage that is the whole model.
+
+        The micro-batches run once more, with every value kept; gradients and buffers are as after :meth:`forward`.
+        """
+        if "train" not in self.stage.phases:
+            return None
+        graph = self.stage.phases["train"]
+        nodes = nodes_of(read_graph(self.folder, graph))
+        outputs = {p.name for p in graph.outputs}
+        every = [name for node in nodes for name in node.outputs if name not in outputs]
+        phase = Phase(self.folder, graph, self.plan.target, self.threads, self.engine, every, exact=True)
+        self._bind("train", phase)
+        self.begin()
+        for part in parts:
+            made = {p.name: value for p, value in self._run("train", part, {}, {}, phase, seed=seed, step=step)}
+            for node in nodes:
+                if any(not _all_finite(phase.bound.get(name), made.get(name)) for name in node.outputs):
+                    return node
+            for buffer, new in self._new_buffers.items():
+                self.buffers[buffer][...] = new
+        return None
+
+    def traces(self, rank: int) -> list[Trace]:
+        """Stop ONNX Runtime's profiles of the sessions, and what they recorded."""
+        name = f"stage {self.stage.index} "
+        return [end_trace(phase.session, rank, name + phase_name) for phase_name, phase in self._phases.items()]
+
     def close(self) -> None:
         """Release the sessions."""
         self._phases.clear()
         self._kept.clear()
 
     def _run(
-        self, name: str, part: Part, values: Mapping[str, Feed], gradients: Mapping[str, Feed], **scalars: int
+        self,
+        name: str,
+        part: Part,
+        values: Mapping[str, Feed],
+        gradients: Mapping[str, Feed],
+        phase: Phase | None = None,
+        **scalars: int,
     ) -> list[tuple[Port, Any]]:
-        phase = self._phase(name)
+        phase = phase or self._phase(name)
         self._set_scalars(name, **scalars, micro_batch=part.index, loss_scale=self.loss_scale, **part.weights)
         feeds = []
         for port in phase.loose:
@@ -399,15 +508,27 @@ class Stage:
                 feeds.append(gradients[_kept_name(port)])
             else:
                 feeds.append(part.batch[key(port)])
-        return phase.run(feeds)
+        made = phase.run(feeds)
+        if self.fetch and name in TRAINING:
+            arrays = {p.name: value.numpy() for p, value in made if p.name in self.fetch}
+            arrays.update({n: array.copy() for n, array in phase.bound.items() if n in self.fetch})
+            for value_name, array in arrays.items():
+                self.fetched.setdefault(value_name, {})[part.index] = array
+        return made
 
     def _phase(self, name: str) -> Phase:
         """A phase, opened and bound when it is first needed."""
         if name not in self._phases:
             if name not in self.stage.phases:
                 raise OrtcError(f"{self.folder} has no {name} phase")
-            exact = name in ("train", "forward", *BACKWARD)
-            phase = Phase(self.folder, self.stage.phases[name], self.plan.target, self.threads, exact=exact)
+            graph = self.stage.phases[name]
+            fetch: list[str] = []
+            if self.fetch and name in TRAINING:
+                outputs = {p.name for p in graph.outputs}
+                made = (v for node in nodes_of(read_graph(self.folder, graph)) for v in node.outputs)
+                fetch = [v for v in made if v in self.fetch and v not in outputs]
+            exact = name in TRAINING
+            phase = Phase(self.folder, graph, self.plan.target, self.threads, self.engine, fetch, exact=exact)
             self._bind(name, phase)
             self._phases[name] = phase
         return self._phases[name]
@@ -528,6 +649,14 @@ def _zeros(port: Port) -> np.ndarray:
     if port.shape is None or not all(isinstance(d, int) for d in port.shape):
         raise PlanError(f"the plan gives no fixed shape for {port.name!r} but {port.shape}; compile the model again")
     return aligned_zeros([d for d in port.shape if isinstance(d, int)], numpy_type(port.dtype, port.name))
+
+
+def _all_finite(bound: np.ndarray | None, made: Any) -> bool:
+    """Whether a value is, in the memory that it was written to or as an OrtValue; what is no float tensor is."""
+    if bound is None and (made is None or not made.is_tensor() or "float" not in made.data_type()):
+        return True
+    array = view(made) if bound is None else bound
+    return array.dtype.kind in "biu" or bool(np.isfinite(array).all())
 
 
 def _flat(array: np.ndarray) -> np.ndarray:

@@ -6,11 +6,13 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ortc import __version__
 from ortc.errors import CheckpointError
 from ortc.plan import Plan
+from ortc.runtime.engine import Engine
+from ortc.runtime.stage import DEFAULT_ENGINE
 from ortc.runtime.transport import (
     RankFailed,
     Transport,
@@ -34,7 +36,7 @@ class Team:
         threads: of each session; None for all cores.
     """
 
-    def __init__(self, folder: Path, plan: Plan, threads: int | None) -> None:
+    def __init__(self, folder: Path, plan: Plan, threads: int | None, engine: Engine = DEFAULT_ENGINE) -> None:
         self._mpi = launched_by_mpi()
         size = ranks_of(plan) * plan.recipe.pipeline.replicas
         worlds = [mpi_world()] if self._mpi else thread_world(size)
@@ -50,7 +52,7 @@ class Team:
         try:
             if self._mpi:
                 handshake(worlds[0], {"ortc": __version__, "plan": plan.identity(), "folder of": plan.model})
-            self.workers = self._run(worlds, lambda world: Worker(folder, plan, world, threads))
+            self.workers = self._run(worlds, lambda world: Worker(folder, plan, world, threads, engine))
         except BaseException as error:
             self.fail(error)
             raise
@@ -104,6 +106,14 @@ class Team:
         told = np.array([flag], np.int64)
         self.workers[0].world.all_reduce(told, "max")
         return bool(told[0])
+
+    def share(self, found: Any) -> Any:
+        """What the first rank that has something (not None) found, on all."""
+        if not self._mpi:
+            return found
+        world = self.workers[0].world
+        told = world.gather_object(found)
+        return world.broadcast_object(next((f for f in told if f is not None), None) if told is not None else None)
 
     def fail(self, error: BaseException) -> None:
         """Under MPI: end all ranks, saying why."""

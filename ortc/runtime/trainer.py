@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -12,19 +13,21 @@ from typing import IO, Any
 import numpy as np
 
 from ortc.errors import DataError, NotFiniteError, OrtcError
-from ortc.plan import Port, Stage, load_plan
+from ortc.plan import Plan, Port, Stage, load_plan
 from ortc.recipe import LearningRate
 from ortc.runtime import checkpoint
+from ortc.runtime.adapters import adapter_graph, check_free, merged, write_adapters
 from ortc.runtime.batch import Batch, BatchCheck, synthetic_batch
 from ortc.runtime.checkpoint import Progress
 from ortc.runtime.data import first_batch
+from ortc.runtime.engine import Engine, Trace
 from ortc.runtime.export import export_model, exported_loss
 from ortc.runtime.lock import lock_folder
 from ortc.runtime.lr import learning_rate
-from ortc.runtime.parts import parts_of
+from ortc.runtime.parts import parts_of, read_whole, share_of
 from ortc.runtime.profile import Profile, Recorder, make_profile
 from ortc.runtime.scaling import Scaling
-from ortc.runtime.stage import Part, import_onnxruntime
+from ortc.runtime.stage import DEFAULT_ENGINE, Part, import_onnxruntime
 from ortc.runtime.team import Team
 
 EXPORT_TOLERANCE = 1e-4  # relative; the exported graph is another one than the evaluation's, and sums in another order
@@ -39,6 +42,9 @@ class StepResult:
     lr: float
     gradient_norm: float
     samples: int
+    loss_scale: float = 1.0
+    tokens: int | None = None  # targets that count, where a sample has several
+    fetched: dict[str, list[np.ndarray]] = field(default_factory=dict)  # by name, an array a micro-batch; on rank 0
     skipped: bool = False  # nothing was updated: the gradients overflowed, and the loss scale has been lowered
 
 
@@ -70,11 +76,13 @@ class Trainer:
 
     Args:
         folder: the output folder.
-        restore: where to continue: ``latest``, ``none`` (the initial weights), or the path of a checkpoint.
+        restore: where to continue: ``latest``, ``best``, ``none`` (the initial weights), or the path of a checkpoint.
         threads: of each session; None for all cores.
         seed: of dropout and the data order; None: the checkpoint's, or the recipe's.
         schedule: the learning rate; None: the recipe's.
         total_steps: the last step of the run, for schedules that depend on it.
+        engine: execution providers and session options; None: the CPU.
+        fetch: names of values of the training graphs that each step gives back.
         keep: how many checkpoints to keep beside the initial one.
         exclusive: take the folder's lock now; otherwise the first step or save does.
 
@@ -93,6 +101,8 @@ class Trainer:
         total_steps: int | None = None,
         keep: int = 3,
         exclusive: bool = False,
+        engine: Engine | None = None,
+        fetch: Sequence[str] = (),
     ) -> None:
         self.folder = Path(folder)
         self.plan = load_plan(self.folder)
@@ -104,10 +114,13 @@ class Trainer:
         self._lock: IO[str] | None = None
         ports = [p for s in self.plan.stages for phase in ("train", "forward", "eval") for p in _inputs(s, phase)]
         self.inputs = BatchCheck([p for p in ports if p.role in ("data", "label")], self.plan.losses)
-        self._team = Team(self.folder, self.plan, threads)
+        self._fetch = list(dict.fromkeys(fetch))
+        self._team = Team(self.folder, self.plan, threads, engine or DEFAULT_ENGINE)
         try:
             if exclusive:
                 self._take_lock()
+            if self._fetch:
+                self._team.each(lambda w: w.fetch(self._fetch))
             found = self._team.each(lambda w: checkpoint.restore(self._checkpoints, self.plan, restore, w))
             self.restored, self.progress = found[0]
         except BaseException as error:
@@ -146,6 +159,18 @@ class Trainer:
     def micro_batches(self) -> int:
         """Parts of a step's batch, over all replicas."""
         return self.plan.recipe.pipeline.parts * self._team.workers[0].replicas
+
+    @property
+    def reads_whole(self) -> frozenset[str]:
+        """The arrays of a batch that this process needs all rows of; see :meth:`share_of_batch`."""
+        return read_whole(self.inputs)
+
+    def share_of_batch(self, samples: int) -> slice:
+        """The samples of a step's batch that this process works on: under MPI those of its replica."""
+        workers = self._team.workers
+        if len(workers) > 1:
+            return slice(0, samples)
+        return share_of(samples, self.micro_batches, workers[0].replica, workers[0].replicas)
 
     def agree(self, flag: bool) -> bool:
         """Whether the flag is set in any process of the job."""
@@ -190,13 +215,15 @@ class Trainer:
 
     def _train(self, parts: list[Part], step: int) -> tuple[float, float]:
         """Forward and backward of a batch, its micro-batches dealt out to the replicas; the loss and the gradients' norm."""
-        replicas = self._team.workers[0].replicas
-        edges = np.linspace(0, len(parts), replicas + 1).astype(int)
-        shares = [parts[a:b] for a, b in pairwise(edges)]
-        scale = self.scaling.scale
+        shares, scale = self._shares(parts), self.scaling.scale
         found = self._team.each(lambda w: w.train(shares[w.replica], seed=self.seed, step=step, loss_scale=scale))
         loss, norm = found[0]
         return loss, norm / scale
+
+    def _shares(self, parts: list[Part]) -> list[list[Part]]:
+        """The micro-batches of each replica."""
+        edges = np.linspace(0, len(parts), self._team.workers[0].replicas + 1).astype(int)
+        return [parts[a:b] for a, b in pairwise(edges)]
 
     def _parts(self, batch: Mapping[str, np.ndarray]) -> list[Part]:
         return parts_of(batch, self.micro_batches, self.inputs, self.plan.losses, self.plan.recipe.pipeline.divided)
@@ -225,20 +252,54 @@ class Trainer:
         loss, norm = self._train(parts, number)
         scale, finite = self.scaling.scale, bool(np.isfinite(loss) and np.isfinite(norm))
         samples = sum(self.inputs.samples(part.batch) for part in parts)
+        result = StepResult(number, loss, lr, norm, samples, scale, _tokens(self.plan, parts), self._fetched())
         if not finite and self._precision.scaling == "dynamic" and not _holds_damage(parts):
             self.scaling = self.scaling.after(False, self._precision)
             self.step_number = number
-            return StepResult(number, loss, lr, norm, samples, skipped=True)
+            return replace(result, skipped=True)
         if not finite:
-            bad = self._team.each(lambda w: w.not_finite())[0]
-            raise NotFiniteError(_describe_not_finite(number, loss, bad, [part.batch for part in parts]))
+            raise self._not_finite(number, loss, norm, parts)
         most = self.plan.recipe.optimizer.max_norm
         factor = (1.0 if most is None or norm <= most else most / norm) / scale
         updates = number - self.scaling.skipped
         self._team.each(lambda w: w.update(lr=lr, step=updates, gradient_scale=factor))
         self.scaling = self.scaling.after(True, self._precision)
         self.step_number = number
-        return StepResult(number, loss, lr, norm, samples)
+        return result
+
+    def _fetched(self) -> dict[str, list[np.ndarray]]:
+        if not self._fetch:
+            return {}
+        found = self._team.each(lambda w: w.fetched())[0] or {}
+        return {name: [found[name][m] for m in sorted(found[name])] for name in self._fetch if name in found}
+
+    def _not_finite(self, step: int, loss: float, norm: float, parts: list[Part]) -> NotFiniteError:
+        """The error, with all that can be found out; no state changes."""
+        bad = self._team.each(lambda w: w.not_finite())[0]
+        sizes = self._team.each(lambda w: w.gradient_sizes())[0]
+        shares = self._shares(parts)
+        node = self._team.each(lambda w: w.first_not_finite(shares[w.replica], seed=self.seed, step=step))[0]
+        error = NotFiniteError(_describe_not_finite(step, loss, bad, [part.batch for part in parts], node))
+        error.report = {
+            "step": step,
+            "loss": repr(loss),
+            "gradient_norm": repr(norm),
+            "loss_scale": self.scaling.scale,
+            "first_node": None if node is None else {"name": node[0], "operator": node[1]},
+            "gradients": sizes,
+        }
+        return error
+
+    def histograms(self, globs: Sequence[str]) -> dict[str, Any]:
+        """On the main process the distribution of the parameters, and of the last step's gradients, that a glob matches
+        (``parameters/<name>``, ``gradients/<name>``: see :mod:`ortc.runtime.tensors`); every process calls it."""
+        return self._team.each(lambda w: w.histograms(globs, self.scaling.scale))[0] or {}
+
+    def traces(self) -> list[Trace] | None:
+        """On the main process ONNX Runtime's profiles, which end here; every process calls it, once, at the end."""
+        found = self._team.each(lambda w: w.traces())[0]
+        self._team.each(lambda w: w.close())
+        return found
 
     def evaluate(self, batch: Mapping[str, np.ndarray]) -> Evaluation:
         """Loss and outputs of one batch in inference form: dropout off, batch norm with its running statistics.
@@ -250,6 +311,22 @@ class Trainer:
         found = self._team.each(lambda w: w.evaluate(part))
         outputs = {name: a for _, made in found for name, a in made.items()}
         return Evaluation(found[0][0], outputs, self.inputs.samples(part.batch))
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within, the parameters are their moving averages, where the recipe asks for such (``--ema``)."""
+        if self.plan.recipe.optimizer.ema is None:
+            yield
+            return
+        self._team.each(lambda w: w.swap_averages())
+        try:
+            yield
+        finally:
+            self._team.each(lambda w: w.swap_averages())
+
+    def share(self, found: Any) -> Any:
+        """What the first process that has something (not None) found, in all of them; every process of the job calls it."""
+        return self._team.share(found)
 
     def gradients(self, batch: Mapping[str, np.ndarray]) -> tuple[float, dict[str, np.ndarray]]:
         """Loss and gradients of one batch in training form, as the next step would compute them; no state changes.
@@ -293,8 +370,19 @@ class Trainer:
         self.progress = Progress(self.step_number, self.seed, position, settings or {}, scaling)
         return self._team.each(lambda w: checkpoint.save(self._checkpoints, self.plan, self.progress, w, keep=self.keep))[0]
 
-    def export(self, path: str | Path, data: str | Path | None = None, *, force: bool = False) -> Exported:
+    def export(
+        self,
+        path: str | Path,
+        data: str | Path | None = None,
+        *,
+        force: bool = False,
+        adapters: str | Path | None = None,
+        raw: bool = False,
+    ) -> Exported:
         """Write the original model with the present weights as an inference model, and check it.
+
+        Of weights that have a moving average (``--ema``) that is written, unless ``raw``.
+        Low-rank adapters are merged into their weights, or go into a file of their own.
 
         The check runs the file in ONNX Runtime and compares its loss on a batch with the evaluation's.
 
@@ -302,11 +390,17 @@ class Trainer:
             path: the ``.onnx`` file; above 2 GB the weights go into ``<name>.data`` beside it.
             data: where to take the batch from, as for a run; None: the last run's files if they are there, else made up.
             force: replace an existing file.
+            adapters: the ``.onnx_adapter`` file for ONNX Runtime's adapter loading. The model then takes the adapters as
+                inputs, zeros by default: without the file it is the model from before the training.
+            raw: write the weights themselves, not their averages.
 
         Raises:
-            OrtcError: the file exists or cannot be written, or the losses differ; then no file is left.
+            OrtcError: a file exists or cannot be written, or the losses differ; then no file is left.
         """
-        path = Path(path)
+        with contextlib.nullcontext() if raw else self.averaged():
+            return self._export(Path(path), data, force, None if adapters is None else Path(adapters))
+
+    def _export(self, path: Path, data: str | Path | None, force: bool, adapters: Path | None) -> Exported:
         data = data or _still_there(self.progress.settings.get("data"))
         fitted = self.inputs.fit(first_batch(data, self.inputs) if data else synthetic_batch(self.inputs.ports))
         try:
@@ -317,7 +411,7 @@ class Trainer:
         losses: list[float] = []
 
         def check(model: Path) -> None:
-            loss = exported_loss(self.plan, self.folder, model, fitted, self._threads)
+            loss = exported_loss(self.plan, self.folder, model, graph, fitted, self._threads)
             losses.append(loss)
             if not np.isclose(loss, expected, rtol=EXPORT_TOLERANCE, atol=1e-7, equal_nan=True):
                 raise OrtcError(
@@ -325,7 +419,18 @@ class Trainer:
                     "written; please report this"
                 )
 
-        export_model(self.plan, self.folder, self._values(), path, force=force, check=check)
+        values, graph, own = self._values(), self.plan.export, {}
+        if adapters is None:
+            values = merged(self.plan.adapters, values)
+        else:
+            graph = adapter_graph(self.plan)
+            own = {p.of or p.name: values[p.of or p.name] for p in graph.inputs if p.role == "parameter"}
+            fitted.update(own)
+            values.update({name: np.zeros_like(array) for name, array in own.items()})
+            check_free(adapters, force)
+        export_model(graph, self.folder, values, path, force=force, check=check)
+        if adapters is not None:
+            write_adapters(adapters, own)
         return Exported(path, self.step_number, losses[0], expected)
 
     def _take_lock(self) -> None:
@@ -348,17 +453,29 @@ def _over(array: np.ndarray, scale: float) -> np.ndarray:
     return array.copy() if scale == 1.0 else (array / scale).astype(array.dtype)
 
 
+def _tokens(plan: Plan, parts: Sequence[Part]) -> int | None:
+    """The targets of the first loss that has several in a sample, without those that are ignored."""
+    for loss in plan.losses:
+        arrays = [part.batch[loss.labels] for part in parts if loss.labels in part.batch]
+        if loss.classes and arrays and arrays[0].ndim > 1:
+            return int(sum((a != loss.ignore_index).sum() for a in arrays))
+    return None
+
+
 def _holds_damage(parts: Sequence[Part]) -> bool:
     """Whether the data itself is not finite, which no loss scale mends."""
     return any(a.dtype.kind == "f" and not np.isfinite(a).all() for part in parts for a in part.batch.values())
 
 
-def _describe_not_finite(step: int, loss: float, bad: Sequence[str], batches: Sequence[Batch]) -> str:
+def _describe_not_finite(
+    step: int, loss: float, bad: Sequence[str], batches: Sequence[Batch], node: Sequence[str] | None
+) -> str:
     arrays = [(name, a) for batch in batches for name, a in batch.items() if a.dtype.kind == "f"]
     damaged = list(dict.fromkeys(name for name, a in arrays if not np.isfinite(a).all()))
     advice = "try a lower learning rate, a warm-up, or look at this batch"
     if damaged:
         advice = f"the batch itself holds NaN or infinity, in {', '.join(map(repr, damaged))}"
     shown = ", ".join(map(repr, bad[:10])) + (f" and {len(bad) - 10} more" if len(bad) > 10 else "")
+    where = "" if node is None or damaged else f"; the first node that makes such a value is {node[0]!r} ({node[1]})"
     which = f"not finite are the gradients of {shown}" if bad else "all gradients are finite"
-    return f"step {step}: the loss is {loss:g}; {which}. The weights are those of step {step - 1}: {advice}"
+    return f"step {step}: the loss is {loss:g}; {which}{where}. The weights are those of step {step - 1}: {advice}"

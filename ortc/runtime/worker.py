@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortc.errors import PlanError
+from ortc.errors import OrtcError, PlanError, RecipeError
 from ortc.plan import Plan
 from ortc.runtime.batch import key
+from ortc.runtime.engine import Engine, Trace
 from ortc.runtime.schedule import Action, Schedule, make_schedule, with_transfers
-from ortc.runtime.stage import Feed, Part, Stage, peer, square_norm, view
+from ortc.runtime.stage import DEFAULT_ENGINE, Feed, Part, Stage, square_norm, view
+from ortc.runtime.tensors import histogram, magnitudes
 from ortc.runtime.transport import Request, Transport
 
 if TYPE_CHECKING:
@@ -57,7 +61,8 @@ class Routes:
                         for to in port.stages or []:
                             routes.setdefault((stage.index, to), []).append(key(port))
                     elif port.role == "boundary_gradient":
-                        self.backward.setdefault((stage.index, peer(port)), []).append(key(port))
+                        for to in port.stages or []:
+                            self.backward.setdefault((stage.index, to), []).append(key(port))
         holders: dict[str, list[int]] = {p.name: [] for p in plan.trainable()}
         for stage in plan.stages:
             for name in stage.parameters:
@@ -79,7 +84,7 @@ class Worker:
         folder: the output folder.
         plan: its plan.
         world: this rank's connection to all ranks; replica r holds the ranks from r · (ranks of a pipeline) on.
-        threads: of each session; None for all cores.
+        threads, engine: of each session; no number for all cores.
 
     Attributes:
         stages: the stages that this rank holds, by index.
@@ -88,7 +93,9 @@ class Worker:
         recorder: records each step, if there is one.
     """
 
-    def __init__(self, folder: Path, plan: Plan, world: Transport, threads: int | None) -> None:
+    def __init__(
+        self, folder: Path, plan: Plan, world: Transport, threads: int | None, engine: Engine = DEFAULT_ENGINE
+    ) -> None:
         self.plan, self.ranks = plan, ranks_of(plan)
         if world.size % self.ranks:
             raise PlanError(
@@ -111,7 +118,7 @@ class Worker:
         self.rank_of = schedule_of(plan, 1).stage_rank
         self.routes = Routes(plan)
         here = [s for s in plan.stages if self.rank_of[s.index] == self.rank]
-        self.stages = {s.index: Stage(folder, plan, s, threads, self.replica) for s in here}
+        self.stages = {s.index: Stage(folder, plan, s, threads, self.replica, engine) for s in here}
         self.recorder: Recorder | None = None
         self._rows: dict[int, tuple[Action, ...]] = {}
         self._inbox: dict[tuple[str, int, int, str, int], Feed] = {}
@@ -157,11 +164,21 @@ class Worker:
         """The optimizer's step on every stage."""
         for stage in self.stages.values():
             stage.update(lr=lr, step=step, gradient_scale=gradient_scale)
-            if self.sharded:
-                for bucket in stage.trained:
-                    self.peers.all_gather(bucket.memory, bucket.sizes)
+            self._gather_trained(stage)
         if self.recorder is not None:
             self.recorder.end(self)
+
+    def swap_averages(self) -> None:
+        """Exchange all parameters that train with their moving averages; all ranks call this together."""
+        for stage in self.stages.values():
+            stage.swap_averages()
+            self._gather_trained(stage)
+
+    def _gather_trained(self, stage: Stage) -> None:
+        """Where each replica changed its own parameters only, give them to the others."""
+        if self.sharded:
+            for bucket in stage.trained:
+                self.peers.all_gather(bucket.memory, bucket.sizes)
 
     def evaluate(self, part: Part) -> tuple[float, dict[str, np.ndarray]]:
         """The loss of a batch in inference form, and the model's outputs that this rank makes."""
@@ -210,6 +227,76 @@ class Worker:
         own = [n for stage in stages for n, g in stage.gradients.items() if n in stage.own and not np.isfinite(g).all()]
         found = {name for names in self.world.broadcast_object(self.world.gather_object(own)) for name in names}
         return [p.name for p in self.plan.parameters if p.name in found]
+
+    def first_not_finite(self, parts: Sequence[Part], *, seed: int, step: int) -> list[str] | None:
+        """Name and operator of the first node that makes a value which is not finite, where one rank holds the whole model;
+        all ranks call this together."""
+        found = None
+        if len(self.plan.stages) == 1:
+            try:
+                node = self.stages[0].first_not_finite(parts, seed=seed, step=step)
+                found = None if node is None else [node.name or node.outputs[0], node.op_type]
+            except OrtcError:  # all values at once need more memory than a step
+                found = None
+        told = self.world.broadcast_object(self.world.gather_object(found))
+        return next((node for node in told if node is not None), None)
+
+    def gradient_sizes(self) -> dict[str, Any]:
+        """How large the elements of each gradient are; all ranks call this together."""
+        own = {n: magnitudes(g) for stage in self.stages.values() for n, g in stage.gradients.items() if n in stage.own}
+        told = self.world.broadcast_object(self.world.gather_object(own))
+        found = {name: sizes for one in reversed(told) for name, sizes in one.items()}
+        return {p.name: found[p.name] for p in self.plan.parameters if p.name in found}
+
+    def histograms(self, globs: Sequence[str], loss_scale: float) -> dict[str, Any] | None:
+        """On rank 0 the histograms of the parameters and gradients that a glob matches; all ranks call this together."""
+        own: dict[str, Any] = {}
+        for stage in self.stages.values():
+            kinds = (("parameters", stage.values, 1.0), ("gradients", stage.gradients, loss_scale))
+            for kind, arrays, scale in kinds:
+                for name, array in arrays.items():
+                    if (kind == "parameters" or name in stage.own) and any(fnmatch.fnmatchcase(name, g) for g in globs):
+                        own[f"{kind}/{name}"] = histogram(array / scale if scale != 1 else array)
+        told = self.world.gather_object(own)
+        return None if told is None else {tag: shape for one in reversed(told) for tag, shape in one.items()}
+
+    def fetch(self, names: Sequence[str]) -> None:
+        """Keep values of each step, by their names in the graphs; all ranks call this together.
+
+        Raises:
+            RecipeError: if no graph has one.
+        """
+        there = {i: stage.fetchable() for i, stage in self.stages.items()}
+        for i, stage in self.stages.items():
+            stage.fetch = frozenset(names).intersection(there[i])
+        known = [name for values in there.values() for name in values]
+        told = self.world.broadcast_object(self.world.gather_object(known))
+        every = dict.fromkeys(name for one in told for name in one)
+        for name in names:
+            if name not in every:
+                close = difflib.get_close_matches(name, every, 3, 0.4)
+                hint = f"; there is {', '.join(map(repr, close))}" if close else ""
+                raise RecipeError(f"--fetch: training computes no value called {name!r}{hint}")
+
+    def fetched(self) -> dict[str, dict[int, np.ndarray]] | None:
+        """On rank 0 what was fetched in the step, by name and micro-batch; all ranks call this together."""
+        rows = [(n, m, a) for stage in self.stages.values() for n, parts in stage.fetched.items() for m, a in parts.items()]
+        told = self.world.gather_object([(name, part) for name, part, _ in rows])
+        if told is None:
+            for _, _, array in rows:
+                self.world.send(array, 0, 0).wait()
+            return None
+        found: dict[str, dict[int, np.ndarray]] = {}
+        for rank, listed in enumerate(told):
+            for i, (name, part) in enumerate(listed):
+                found.setdefault(name, {})[part] = rows[i][2] if rank == 0 else self.world.receive(rank, 0)
+        return found
+
+    def traces(self) -> list[Trace] | None:
+        """On rank 0 ONNX Runtime's profiles of all sessions, which end here; all ranks call this together."""
+        own = [t for stage in self.stages.values() for t in stage.traces(self.world.rank)]
+        told = self.world.gather_object([(t.rank, t.session, t.origin, t.events) for t in own])
+        return None if told is None else [Trace(*row) for one in told for row in one]
 
     def close(self) -> None:
         """Release the sessions."""

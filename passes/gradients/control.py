@@ -149,6 +149,7 @@ def _copy(op: Builder, body: ir.Graph, inputs: Sequence[ir.Value]) -> tuple[list
         ir.convenience.replace_all_uses_with(old, new)
     clone.remove(nodes)
     for node in nodes:
+        node.metadata_props.update({"ortc.pass": "gradients", "ortc.origin": node.name or ""})
         node.name = op.names.fresh(f"{node.name}.again")
         for value in node.outputs:
             if value.name:
@@ -164,6 +165,7 @@ def _collect(op: Builder, node: ir.Node, body: ir.Graph, values: Sequence[ir.Val
         if value.type is not None and not isinstance(value.type, ir.TensorType):
             raise Unsupported(f"its state {value.name!r} is no tensor")
         copy = ir.Node("", "Identity", [value], num_outputs=1, name=op.names.fresh(f"{value.name}/Identity"))
+        copy.metadata_props.update({"ortc.pass": "gradients", "ortc.origin": value.name or ""})
         copy.outputs[0].name = op.names.fresh(f"{value.name}.entered")
         copy.outputs[0].type, copy.outputs[0].shape = value.type, value.shape
         body.insert_before(first, copy) if first is not None else body.append(copy)

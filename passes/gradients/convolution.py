@@ -62,7 +62,7 @@ def window(op, x, kernel, auto_pad, pads, strides, dilations):
 def fit(op, g, x, pads_end):
     """``g``, which starts where ``x`` does, cut or filled with zeros at the end of each spatial axis to the size of ``x``."""
     axes = list(range(2, op.rank(x)))
-    longer = op.Pad(g, [*[0] * len(axes), *pads_end], None, axes) if any(pads_end) else g
+    longer = op.pad(g, [*[0] * len(axes), *pads_end], axes) if any(pads_end) else g
     return op.Slice(longer, [0] * len(axes), op.vector(*(op.dim(x, a) for a in axes)), axes)
 
 

@@ -60,7 +60,7 @@ def gather(op, data, indices, doutput, *, axis=0):
         else:
             before, after = op.Add(size, [index]), -1 - index
         kept = doutput if known.ndim else op.Unsqueeze(doutput, [axis])
-        return op.Pad(kept, op.vector(before, after), None, [axis], _like=data)
+        return op.pad(kept, op.vector(before, after), [axis], like=data)
     return add_at(op, data, [axis], op.Reshape(indices, op.vector(1, _count(op, indices), 1), allowzero=1), doutput)
 
 

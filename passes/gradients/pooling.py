@@ -65,7 +65,7 @@ def average_pool(
     counted = op.Expand(op.const(np.ones([1] * (n + 2)), like=X), op.vector(1, 1, *(op.dim(X, a) for a in spatial)))
     reach = [*pads[:n], *(p + b for p, b in zip(pads[n:], beyond, strict=True))]
     if count_include_pad:
-        counted = op.Pad(counted, pads, op.const(1, like=X), spatial)
+        counted = op.pad(counted, pads, spatial, op.const(1, like=X))
         reach = [*[0] * n, *beyond]
     counts = op.Conv(counted, ones, strides=strides, dilations=dilations, pads=reach)
     if ceil_mode:

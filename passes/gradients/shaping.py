@@ -176,7 +176,7 @@ def slice_(op, data, starts, ends, axes, steps, doutput):
         doutput = op.Slice(doutput, [-1] * n, [-_END] * n, backwards, [-1] * n)
     for axis, step in zip(along, stride, strict=True):
         doutput = _dilate(op, doutput, axis, abs(int(step)))
-    return doutput if _is_zero(op, first, last) else op.Pad(doutput, op.vector(first, last), None, along, _like=data)
+    return doutput if _is_zero(op, first, last) else op.pad(doutput, op.vector(first, last), along, like=data)
 
 
 def _is_zero(op, *vectors):

@@ -24,8 +24,8 @@ def _resize(op, x, axis, size):
     """Zeros appended, or the end cut off, to give ``size`` along the axis."""
     have = op.dim(x, axis)
     if isinstance(have, int) and isinstance(size, int):
-        return x if have == size else op.Pad(x, [0, size - have], None, [axis])
-    return op.Pad(x, op.vector(0, op.Sub(op.vector(size), op.vector(have))), None, [axis])
+        return x if have == size else op.pad(x, [0, size - have], [axis])
+    return op.pad(x, op.vector(0, op.Sub(op.vector(size), op.vector(have))), [axis])
 
 
 def _as_real_as(op, x, like):

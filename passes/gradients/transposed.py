@@ -75,4 +75,4 @@ def _to_shape(op, X, dY, auto_pad, made, strides, reach):
     small = op.Div(total, [2] * n)
     large = op.Sub(total, small)
     ends = (small, large) if auto_pad == "SAME_UPPER" else (large, small)
-    return op.Pad(dY, op.vector(*ends), None, spatial), None
+    return op.pad(dY, op.vector(*ends), spatial), None

@@ -31,7 +31,7 @@ def _as_products(op, dY, X, pads, strides, dilations, kernel_shape):
     """One product of dY [M, N·…] with the shifted inputs, [N·…] each, of all places of the kernel (im2col)."""
     n = len(kernel_shape)
     spatial = list(range(2, n + 2))
-    padded = op.Pad(X, pads, None, spatial) if any(pads) else X
+    padded = op.pad(X, pads, spatial) if any(pads) else X
     by_channel = op.Transpose(padded, perm=[1, 0, *spatial])
     sizes = [int(d) for d in op.dims(dY)[2:]]
     columns = []

@@ -227,6 +227,39 @@ class BERT(nn.Module):
         return self.m(input_ids, attention_mask=attention_mask).logits
 
 
+class RMSNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class Gated(nn.Module):
+    """A decoder's block of today: RMSNorm, attention that is causal, a gate by SiLU; then one with the quick GELU."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.norms = nn.ModuleList(RMSNorm() for _ in range(3))
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.gate, self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        batch, steps = input_ids.shape
+        q, k, v = self.qkv(self.norms[0](x)).view(batch, steps, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        hidden = torch.ones(steps, steps, dtype=torch.bool).triu(1)
+        scores = (q @ k.transpose(-2, -1) / (WIDTH // HEADS) ** 0.5).masked_fill(hidden, float("-inf"))
+        x = x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, steps, WIDTH))
+        h = self.norms[1](x)
+        x = x + self.down(functional.silu(self.gate(h)) * self.up(h))
+        h = self.wide(self.norms[2](x))
+        return self.head(x + self.narrow(h * torch.sigmoid(1.702 * h)))
+
+
 class ViT(nn.Module):
     def __init__(self):
         from transformers import ViTConfig, ViTForImageClassification
@@ -281,6 +314,7 @@ CASES = {
     "encoder": Case(
         Encoder, {"x": (("batch", "sequence", 6), 0)}, "ce", {"legacy": 15, "dynamo": 18}, fixed={"legacy": "sequence"}
     ),
+    "gated": Case(Gated, IDS, "ce", {"legacy": 17, "dynamo": 18}),
     "gpt2_eager": Case(lambda: GPT2("eager"), MASKED, "ce", {"legacy": 13, "dynamo": 20}, tied=GPT2_TIED),
     "gpt2_sdpa": Case(lambda: GPT2("sdpa"), IDS, "ce", {"legacy": 17, "dynamo": 18}, tied=GPT2_TIED),
     "bert": Case(BERT, MASKED, "ce", {"legacy": 17, "dynamo": 18}),

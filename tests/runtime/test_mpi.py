@@ -127,6 +127,50 @@ def test_processes_give_the_bytes_that_threads_give(ranks: int, pipeline: dict[s
         assert checkpoint(tmp_path / "threads", step) == checkpoint(tmp_path / "processes", step)
 
 
+def test_what_a_run_finds_out_is_the_same(data: Path, tmp_path: Path):
+    """Metrics, the best checkpoint by one, averages, adapters, fetched values, traces, over sharded replicas."""
+    recipe = {"optimizer": {"max_norm": 1.0, "ema": 0.9}, "lora": {"targets": ["*attn*"]}}
+    options = ["--steps", 6, "--batch-size", 8, "--eval-data", data, "--eval-every", 2, "--lr", 0.05]
+    options += [
+        "--metric",
+        "accuracy",
+        "--metric",
+        "perplexity",
+        "--best",
+        "min:perplexity",
+        "--fetch",
+        "logits",
+        "--fetch",
+        "loss",
+    ]
+    for name, size in (("threads", 0), ("processes", 4)):
+        folder = compiled(tmp_path / name, {"stages": 2, "micro_batches": 2, "replicas": 2, "zero": 1}, **recipe)
+        trained(size, folder, data, *options, "--ort-profile", tmp_path / f"{name}.json")
+    told = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("threads", "processes")
+    ]
+    for lines in told:
+        for line in lines:
+            for key in ("time", "samples_per_s", "tokens_per_s"):
+                line.pop(key, None)
+    assert told[0] == told[1]
+    assert sum("eval_perplexity" in line for line in told[0]) == 3
+    assert checkpoint(tmp_path / "threads", 6) == checkpoint(tmp_path / "processes", 6)
+    fetched = [np.load(tmp_path / name / "fetched" / "step-5.npz") for name in ("threads", "processes")]
+    assert sorted(fetched[0]) == sorted(fetched[1]) == sorted(f"{name}/{i}" for name in ("logits", "loss") for i in range(4))
+    assert all((fetched[0][name] == fetched[1][name]).all() for name in fetched[0])
+    [step] = [line for line in told[0] if line["step"] == 5]
+    assert sum(float(fetched[0][f"loss/{i}"]) for i in range(4)) == pytest.approx(step["loss"], rel=1e-6)
+    rows = []
+    for name in ("threads", "processes"):
+        events = json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"]
+        rows.append([(e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M"])
+    assert rows[0] == rows[1]
+    phases = {name for rank, name in rows[0] if rank == 3}
+    assert phases == {"rank 3", *(f"stage 1 {phase}" for phase in ("forward", "backward", "optimizer.1", "eval"))}
+
+
 def test_more_ranks_than_the_plan_has_are_replicas(data: Path, tmp_path: Path):
     options = ("--steps", 3, "--batch-size", 8)
     trained(4, compiled(tmp_path / "two", {"stages": 2, "micro_batches": 2}), data, *options)

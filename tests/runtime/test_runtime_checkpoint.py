@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from ortc.errors import CheckpointError
 from ortc.runtime import checkpoint
@@ -203,3 +203,57 @@ def test_a_real_write_error_is_told(folder: Path):
     assert steps(folder) == ["step-0", "step-1", "step-2", "step-3"]
     with Trainer(folder) as trainer:
         assert trainer.step_number == 3
+
+
+def one_file(folder: Path, path: Path, **changes: np.ndarray | None) -> Path:
+    """The tensors of step 3 in one file, as a loop in another language writes it."""
+    saved = folder / "checkpoint" / "step-3"
+    tensors = load_file(saved / "parameters.safetensors") | load_file(saved / "optimizer.safetensors") | changes
+    save_file({name: a for name, a in tensors.items() if a is not None}, path, metadata={"step": "3"})
+    return path
+
+
+def test_a_single_file_restores_as_the_checkpoint_does(folder: Path, tmp_path: Path):
+    file = one_file(folder, tmp_path / "all.safetensors")
+    losses = []
+    for restore in ("latest", file):
+        with Trainer(folder, restore=restore, seed=9) as trainer:
+            assert trainer.step_number == 3
+            losses.append([trainer.step(tiny.data()).loss for _ in range(3)])
+    assert losses[0] == losses[1]
+
+
+def test_a_single_file_may_have_no_states_and_no_step(folder: Path, tmp_path: Path):
+    """The weights alone: the optimizer starts anew."""
+    weights = load_file(folder / "checkpoint" / "step-3" / "parameters.safetensors")
+    save_file(weights, tmp_path / "weights.safetensors")
+    with Trainer(folder, restore=tmp_path / "weights.safetensors") as trainer:
+        assert trainer.step_number == 0
+        assert all(np.array_equal(array, weights[name]) for name, array in trainer.parameters.items())
+        trainer.save()
+    states = load_file(folder / "checkpoint" / "step-0" / "optimizer.safetensors")
+    assert states
+    assert not any(array.any() for array in states.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lr": None}, "lacks the parameter 'lr'"),
+        ({"other": np.zeros(2, np.float32)}, "it has 'other', the model has not"),
+        ({"lr": np.zeros(2, np.float32)}, "'lr'"),
+    ],
+)
+def test_a_single_file_of_another_model_is_refused(changes: dict, said: str, folder: Path, tmp_path: Path):
+    file = one_file(folder, tmp_path / "other.safetensors", **changes)
+    with pytest.raises(CheckpointError, match=said):
+        Trainer(folder, restore=file)
+
+
+def test_a_single_file_that_is_cut_off_is_refused(folder: Path, tmp_path: Path):
+    file = one_file(folder, tmp_path / "cut.safetensors")
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=r"cannot read .*cut.safetensors"):
+        Trainer(folder, restore=file)
+    with pytest.raises(CheckpointError, match=r"cannot read .*absent.safetensors"):
+        Trainer(folder, restore=tmp_path / "absent.safetensors")

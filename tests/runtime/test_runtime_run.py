@@ -293,7 +293,7 @@ def test_a_terminal_shows_a_bar(folder: Path):
     process.communicate()
     assert process.returncode == 0
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
-    assert re.search(r"step 30/30, epoch 15 loss [0-9.]+ [0-9]+ samples/s +0:00:00", text)
+    assert re.search(r"step 30/30, epoch 15 loss [0-9.]+ lr 0 [0-9]+ samples/s +0:00:00", text)
     assert "step 30: saved" in text
 
 
