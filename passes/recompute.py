@@ -51,10 +51,10 @@ def _keys(operators: str) -> frozenset[str]:
 
 # Each element from one element of each operand.
 _POINTWISE = _keys(
-    "Abs Add BitShift BitwiseAnd BitwiseOr BitwiseXor Cast Ceil Clip Cos Div Elu Equal Erf Exp Expand FastGelu Floor Gelu "
-    "Greater GreaterOrEqual HardSigmoid Identity IsNaN LeakyRelu Less LessOrEqual Log Max Min Mod Mul Neg Not Pow QuickGelu Range "
-    "Reciprocal Relu Reshape Round Selu Sigmoid Sign Sin Softplus Softsign Sqrt Squeeze Sub Sum Tanh ThresholdedRelu "
-    "Unsqueeze Where"
+    "Abs Add BitShift BitwiseAnd BitwiseOr BitwiseXor Cast Ceil Clip Cos Div Elu Equal Erf Exp Expand FastGelu "
+    "Floor Gelu Greater GreaterOrEqual HardSigmoid Identity IsNaN LeakyRelu Less LessOrEqual Log Max Min Mod Mul "
+    "Neg Not Pow QuickGelu Range Reciprocal Relu Reshape Round Selu Sigmoid Sign Sin Softplus Softsign Sqrt Squeeze "
+    "Sub Sum Tanh ThresholdedRelu Unsqueeze Where"
 )
 
 
