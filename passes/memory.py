@@ -15,7 +15,7 @@ def _keys(operators: str) -> list[OpKey]:
 
 
 # What the kernels do, measured on ONNX Runtime 1.19.2 and 1.32.0. The output is the first input's memory:
-_VIEWS = frozenset(_keys("Identity Reshape Flatten Squeeze Unsqueeze"))
+VIEWS = frozenset(_keys("Identity Reshape Flatten Squeeze Unsqueeze"))
 
 # The output may be written over the first input. No operator of two operands (Add, Mul, …) does so.
 _IN_PLACE = frozenset(
@@ -29,7 +29,7 @@ _PRODUCTS = frozenset(_keys("MatMul com.microsoft::FusedMatMul Gemm"))
 def node_memory(node: ir.Node) -> NodeMemory:
     """What is known of a node."""
     key = node_key(node)
-    if key in _VIEWS or _folds(node):
+    if key in VIEWS or _folds(node):
         return NodeMemory(views=((0, 0),))
     if key in _IN_PLACE:
         return NodeMemory(in_place=((0, 0),))

@@ -26,9 +26,9 @@ from ortc.graph.names import captured
 from ortc.graph.recompute import Choice, Training
 from ortc.graph.shapes import constant, rank
 from ortc.passes.costs import Shapes, concrete_sizes, forward_cost
-from ortc.passes.memory import node_memory
+from ortc.passes.memory import VIEWS, node_memory
 from ortc.passes.optimizer import state_slots
-from ortc.passes.stages import FORWARD_ROLES, SIZES, VIEWS, assumed_sizes, schedule_of
+from ortc.passes.stages import FORWARD_ROLES, SIZES, assumed_sizes, schedule_of
 from ortc.plan import Recomputed
 from ortc.rules import node_key
 from ortc.runtime.schedule import in_flight
@@ -206,7 +206,7 @@ class _Parts:
             and not (plain and node.op_type in SIZES)
             and all(v.type is None or isinstance(v.type, ir.TensorType) for v in node.outputs)
             and not any(v in self._captured for v in node.outputs),
-            view=plain and node.op_type in VIEWS,
+            view=node_key(node) in VIEWS,
             in_place=bool(node_memory(node).in_place),
             kind=":".join(node_key(node)),
         )

@@ -14,19 +14,17 @@ from ortc.graph.cut import carve, cut, needed, read_by
 from ortc.graph.partition import StageRow, amount
 from ortc.graph.shapes import dims
 from ortc.passes.boundary import part_row
-from ortc.passes.costs import LINK_BANDWIDTH, concrete_sizes
+from ortc.passes.costs import LINK_BANDWIDTH, Shapes, concrete_sizes, default_sizes
 from ortc.passes.footprint import footprint, settled
+from ortc.passes.memory import VIEWS
 from ortc.passes.optimizer import state_slots
 from ortc.passes.partition import PartitionOptions, assign_stages
 from ortc.plan import StageCosts
+from ortc.rules import node_key
 from ortc.runtime.schedule import Schedule, check, in_flight, make_schedule
-
-# Sizes that the cost model takes for symbolic dimensions that the recipe does not tell: of the batch, and of others.
-_BATCH, _OTHER = 8, 128
 
 # Nodes that only look at a value otherwise: a backward that has what they read runs them again, instead of keeping more.
 SIZES = frozenset({"Shape", "Size"})
-VIEWS = frozenset({"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class CutStages(Pass):
             places[node.name or ""] = tuple(sorted(found.duplicated.get(node, {stage})))
         c.costs = [_costs(row, count) for row, count in zip(found.table, in_flight(schedule), strict=True)]
         c.stages = [{} for _ in range(pipeline.stages)]
-        c.sizes = _all_sizes(c)
+        c.sizes = _all_sizes(c, found.shapes)
         _cut_into(c, "train", c.model, places)
         _cut_into(c, "eval", evaluation, _by_inputs(evaluation.graph, places))
         check(schedule, _edges(c))
@@ -105,24 +103,17 @@ def assumed_sizes(c: Compilation) -> dict[str, int]:
     """What the cost model takes for the named dimensions of the inputs; of stages, for all that the whole has."""
     if c.sizes:
         return dict(c.sizes)
-    sizes: dict[str, int] = {}
-    names = set()
-    for value in c.graph.inputs:
-        for axis, d in enumerate(dims(value) or ()):
-            if isinstance(d, str):
-                names.add(d)
-                sizes.setdefault(d, _BATCH if axis == 0 else _OTHER)
-    unknown = sorted(c.recipe.pipeline.sizes.keys() - names)
+    sizes = default_sizes(dims(value) for value in c.graph.inputs)
+    unknown = sorted(c.recipe.pipeline.sizes.keys() - sizes.keys())
     if unknown:
-        known = ", ".join(sorted(names)) or "none"
+        known = ", ".join(sorted(sizes)) or "none"
         raise RecipeError(f"pipeline.sizes: no input has a dimension {unknown[0]!r}; there are {known}")
     return {**sizes, **c.recipe.pipeline.sizes}
 
 
-def _all_sizes(c: Compilation) -> dict[str, int]:
+def _all_sizes(c: Compilation, shapes: Shapes) -> dict[str, int]:
     """The sizes of every symbolic dimension of the whole graph, also of those that no input has: a stage's inputs may."""
     sizes = assumed_sizes(c)
-    shapes = concrete_sizes(c.graph, sizes)
     for value in (v for node in c.graph for v in node.outputs):
         named = dims(value) or ()
         for name, size in zip(named, shapes.of(value), strict=False) if any(isinstance(d, str) for d in named) else ():
@@ -308,7 +299,7 @@ def _stash(graph: ir.Graph, ahead: list[ir.Value], behind: list[ir.Value]) -> li
 
 
 def _at_hand(node: ir.Node, stash: set[ir.Value], made: set[ir.Value]) -> bool:
-    if node.op_type not in VIEWS | SIZES or node.domain:
+    if node_key(node) not in VIEWS and (node.op_type not in SIZES or node.domain):
         return False
     return all(v in stash or v not in made or _view_at_hand(v, stash, made) for v in read_by(node))
 
