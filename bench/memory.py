@@ -7,8 +7,8 @@ Each measurement is a process of its own, where sessions have no arena, and an a
 own, which glibc gives back at once (MALLOC_MMAP_THRESHOLD_): what resident memory grows by while a session runs is what that
 session has alive. Needs Linux and glibc. Prints for each phase, in MiB, the peak predicted and measured, in the order in which
 the nodes are built and in the compiler's (pass `order`); and as `step` what the process takes for a whole step as it is run,
-with arenas and all arrays. Exits with 1 if a peak of 16 MiB or more is off by more than 10 % in the compiler's order (in the other, ONNX Runtime
-runs Shape nodes earlier than they stand).
+with arenas and all arrays. Exits with 1 if a peak of 16 MiB or more is off by more than 10 % in the compiler's order (in the
+other, ONNX Runtime runs Shape nodes earlier than they stand).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ortc.errors import RecipeError
-from ortc.recipe import describe_location, parse_toml
+from ortc.recipe import describe_location, read_toml
 
 BOUNDARY_VERSION: Final = 1
 
@@ -154,11 +154,7 @@ def load_boundary(path: str | Path) -> Boundary:
     Raises:
         RecipeError: if the file is missing, is not TOML, or a field is wrong.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"cannot read the boundary {path}: {error}") from None
-    return parse_boundary(parse_toml(text, str(path)), str(path))
+    return parse_boundary(read_toml(path, "boundary"), str(path))
 
 
 def parse_boundary(data: dict[str, Any], source: str = "boundary") -> Boundary:

@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ortc import __version__
 from ortc.artifacts import (
-    STAGE_PHASES,
     check_output,
     compile_graphs,
     load_rules,
@@ -36,8 +35,9 @@ from ortc.plan import File, GraphFile, LossInfo, ParameterInfo, Plan, Port, Rewr
 from ortc.recipe import Recipe, describe_location
 from ortc.runtime.checkpoint import file_hash, write_index
 from ortc.runtime.schedule import check, make_schedule
-from ortc.runtime.worker import Routes
+from ortc.runtime.worker import Routes, schedule_of
 from ortc.source import content_hash, write_safetensors
+from ortc.target import load_target
 
 PART_VERSION: Final = 1
 _PART = "part.json"
@@ -122,15 +122,14 @@ def compile_part(
         for path, stage in zip(models, stages, strict=True):
             part = Part(boundary, stage)
             pieces.append(_write_piece(compile_graphs(load_part(path, part), recipe, part=part), Path(path).name, aside, part))
-        target_name, opset = recipe.target, pieces[0][1]
         plan = PartPlan(
             ortc_version=__version__,
             rank=rank,
             boundary=boundary,
             recipe=recipe,
-            target=target_name,
-            opset=opset,
-            pieces=[piece for piece, _ in pieces],
+            target=recipe.target,
+            opset=load_target(recipe.target).opset,
+            pieces=pieces,
         )
         write_file(
             aside / _PART,
@@ -139,8 +138,8 @@ def compile_part(
     return plan
 
 
-def _write_piece(c: Compilation, model: str, folder: Path, part: Part) -> tuple[Piece, int]:
-    """Write one stage's files; returns what the part says of them, and the opset."""
+def _write_piece(c: Compilation, model: str, folder: Path, part: Part) -> Piece:
+    """Write one stage's files; returns what the part says of them."""
     stage = write_stage(c, folder, part.stage, {p.name for p in c.parameters})
     names = {p.name for p in c.parameters}
     for name in names:
@@ -153,7 +152,7 @@ def _write_piece(c: Compilation, model: str, folder: Path, part: Part) -> tuple[
         write_safetensors(folder / file, own)
         weights = File(file=file, sha256=file_hash(folder / file))
     criterion = c.graphs.get("criterion")
-    piece = Piece(
+    return Piece(
         model=model,
         stage=stage,
         parameters=c.parameters,
@@ -166,7 +165,6 @@ def _write_piece(c: Compilation, model: str, folder: Path, part: Part) -> tuple[
         warnings=c.warnings,
         complaints=c.complaints,
     )
-    return piece, c.target.opset
 
 
 # ---- all ranks -------------------------------------------------------------------------------------------------------
@@ -235,10 +233,7 @@ def join_parts(folders: Sequence[str | Path], output: str | Path, *, force: bool
             rewrites=_rewrites([piece for _, piece in pieces]),
             warnings=list(dict.fromkeys(text for _, piece in pieces for text in piece.warnings)),
         )
-        check(
-            make_schedule(plan.recipe.pipeline.schedule, len(stages), plan.recipe.pipeline.parts, plan.recipe.pipeline.ranks),
-            Routes(plan).edges,
-        )
+        check(schedule_of(plan, plan.recipe.pipeline.parts), Routes(plan).edges)
         _write_checkpoint(pieces, plan, aside)
         write_file(aside / "plan.json", dump_plan(plan).encode())
     return plan
@@ -370,8 +365,7 @@ def _connected(stages: Sequence[Stage], pieces: Sequence[tuple[Path, Piece]]) ->
 
 def _copy_piece(folder: Path, piece: Piece, aside: Path) -> None:
     (aside / f"stage-{piece.stage.index}").mkdir()
-    for phase in sorted(piece.stage.phases, key=lambda p: STAGE_PHASES.index(p.partition(".")[0])):
-        graph = piece.stage.phases[phase]
+    for graph in piece.stage.phases.values():
         _copy(folder, graph.file, graph.sha256, aside / graph.file)
 
 

@@ -223,11 +223,7 @@ def load_recipe(path: str | Path) -> Recipe:
     Raises:
         RecipeError: if the file is missing, is not TOML, or a field is wrong.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"cannot read the recipe {path}: {error}") from None
-    recipe = parse_recipe_text(text, str(path))
+    recipe = parse_recipe(read_toml(path, "recipe"), str(path))
     for index, term in enumerate(recipe.loss):
         if ".py:" in term.name:
             raise RecipeError(
@@ -243,6 +239,19 @@ def parse_recipe_text(text: str, source: str = "recipe") -> Recipe:
         RecipeError: if it is not TOML, or a field is wrong.
     """
     return parse_recipe(parse_toml(text, source), source)
+
+
+def read_toml(path: str | Path, what: str) -> dict[str, Any]:
+    """The tables of a TOML file; ``what`` it is, for the message.
+
+    Raises:
+        RecipeError: if it cannot be read, or is not TOML.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot read the {what} {path}: {error}") from None
+    return parse_toml(text, str(path))
 
 
 def parse_toml(text: str, source: str) -> dict[str, Any]:

@@ -22,8 +22,6 @@ from ortc.runtime.files import write_text
 from ortc.runtime.schedule import parse_action
 from ortc.source import read_model
 
-# Sizes taken for symbolic dimensions that neither the recipe nor --size tells, as the compiler does: of the batch, of others.
-_BATCH, _OTHER = 8, 128
 _LARGEST, _OPERATORS, _CHARTS = 8, 25, 8  # rows of the tables of tensors, and of operators; curves of phases
 _KINDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 
@@ -109,12 +107,10 @@ def _is_ours(path: Path) -> bool:
 
 
 def _sizes(plan: Plan, given: Mapping[str, int]) -> dict[str, int]:
+    from ortc.passes.costs import default_sizes
+
     ports = {p.of or p.name: p for s in plan.stages for g in s.phases.values() for p in g.inputs if p.role in ("data", "label")}
-    sizes: dict[str, int] = {}
-    for port in sorted(ports.values(), key=lambda p: p.role != "data"):
-        for axis, d in enumerate(port.shape or ()):
-            if isinstance(d, str):
-                sizes.setdefault(d, _BATCH if axis == 0 else _OTHER)
+    sizes = default_sizes(port.shape for port in sorted(ports.values(), key=lambda p: p.role != "data"))
     unknown = sorted(given.keys() - sizes.keys())
     if unknown:
         raise RecipeError(f"--size: no input has a dimension {unknown[0]!r}; there are {', '.join(sorted(sizes)) or 'none'}")

@@ -20,9 +20,9 @@ from ortc.passes.fusion import (
 from ortc.passes.gelu import FuseGelu
 from ortc.passes.lora import AddAdapters
 from ortc.passes.loss import AttachLoss
-from ortc.passes.memory import Order, PredictMemory
 from ortc.passes.on_device import OnDevice
 from ortc.passes.optimizer import BuildOptimizer
+from ortc.passes.order import Order, PredictMemory
 from ortc.passes.parameters import ChooseParameters, DecideTraining
 from ortc.passes.pipeline import CleanUp, Decompose, Gradients, Lower, Prepare, Simplify, Upgrade
 from ortc.passes.precision import CastToHalf

@@ -8,7 +8,6 @@ from ortc.boundary import Part
 from ortc.compiler import Compilation, Pass, of, role, set_role, set_stages
 from ortc.errors import RecipeError
 from ortc.graph.partition import StageRow, amount
-from ortc.passes.costs import concrete_sizes
 from ortc.passes.partition import PartitionOptions, assign_stages
 
 
@@ -36,9 +35,9 @@ def part_row(c: Compilation, part: Part, options: PartitionOptions, sizes: dict[
         RecipeError: it takes more than the options allow.
     """
     alone = replace(options, stages=1, cuts=(), mapping={}, in_flight=[(options.in_flight or [1] * options.stages)[part.stage]])
-    row = assign_stages(c.graph, alone, sizes, slots).table[0]
-    shapes = concrete_sizes(c.graph, sizes)
-    size = {of(v): shapes.bytes(v) for v in [*c.graph.inputs, *c.graph.outputs] if role(v) == "boundary"}
+    found = assign_stages(c.graph, alone, sizes, slots)
+    row = found.table[0]
+    size = {of(v): found.shapes.bytes(v) for v in [*c.graph.inputs, *c.graph.outputs] if role(v) == "boundary"}
     sends: dict[int, int] = {}
     for value in part.leaving:
         for reader in value.readers:

@@ -7,7 +7,7 @@ costs so many operations an element; both are the tables below. Sizes come from 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -65,6 +65,20 @@ class NodeCost:
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
+
+
+# Sizes taken for symbolic dimensions that nobody tells: of the batch, and of others.
+_BATCH, _OTHER = 8, 128
+
+
+def default_sizes(shapes: Iterable[Sequence[int | str | None] | None]) -> dict[str, int]:
+    """A size for each symbolic dimension of the inputs' shapes."""
+    sizes: dict[str, int] = {}
+    for shape in shapes:
+        for axis, d in enumerate(shape or ()):
+            if isinstance(d, str):
+                sizes.setdefault(d, _BATCH if axis == 0 else _OTHER)
+    return sizes
 
 
 class Shapes:

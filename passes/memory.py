@@ -1,18 +1,15 @@
-"""How operators deal with memory, as ONNX Runtime's CPU kernels do; and the order of nodes that needs little of it."""
+"""How operators deal with memory, as ONNX Runtime's CPU kernels do."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from ortc.compiler import Compilation, Pass, of, role
-from ortc.graph.liveness import Liveness, Memory, NodeMemory, liveness, low_peak_order
-from ortc.passes.costs import Shapes, learned_sizes
-from ortc.passes.stages import assumed_sizes
-from ortc.plan import PhaseMemory
+from ortc.compiler import of, role
+from ortc.graph.liveness import Liveness, Memory, NodeMemory, liveness
+from ortc.passes.costs import Shapes
 from ortc.rules import OpKey, node_key, op_key
 
 
@@ -21,7 +18,7 @@ def _keys(operators: str) -> list[OpKey]:
 
 
 # What the kernels do, measured on ONNX Runtime 1.19.2 and 1.32.0. The output is the first input's memory:
-_VIEWS = frozenset(_keys("Identity Reshape Flatten Squeeze Unsqueeze"))
+VIEWS = frozenset(_keys("Identity Reshape Flatten Squeeze Unsqueeze"))
 
 # The output may be written over the first input. No operator of two operands (Add, Mul, …) does so.
 _IN_PLACE = frozenset(
@@ -69,10 +66,16 @@ def _last_axis_first(node: ir.Node, shapes: Shapes) -> int:
     return 0 if axis in (-1, len(sizes) - 1) else 2 * math.prod(sizes)
 
 
+def _indices(node: ir.Node, shapes: Shapes) -> int:
+    """The indices, as 64 bits each."""
+    return 8 * shapes.elements(node.inputs[1]) // math.ceil((node.outputs[0].dtype or ir.DataType.FLOAT).itemsize)  # type: ignore[arg-type]
+
+
 _SCRATCH: dict[OpKey, Callable[[ir.Node, Shapes], int]] = {
     ("com.microsoft", "ConvGrad"): _columns,
     ("", "Conv"): _columns_at_once,
     ("", "ConvTranspose"): _columns_back,
+    ("", "ScatterElements"): _indices,
     ("", "Sum"): _partial_sum,
     ("", "Where"): _both_choices,
     **dict.fromkeys(_keys("Softmax LogSoftmax"), _last_axis_first),
@@ -85,7 +88,7 @@ def node_memory(node: ir.Node, shapes: Shapes | None = None) -> NodeMemory:
     key = node_key(node)
     elements = 0 if shapes is None or key not in _SCRATCH else _SCRATCH[key](node, shapes)
     scratch = elements * (node.outputs[0].dtype or ir.DataType.FLOAT).itemsize
-    views = ((0, 0),) if key in _VIEWS else ()
+    views = ((0, 0),) if key in VIEWS else ()
     return NodeMemory(views=views, in_place=((0, 0),) if key in _IN_PLACE else (), scratch=math.ceil(scratch))
 
 
@@ -112,58 +115,3 @@ def phase_memory(graph: ir.Graph, shapes: Shapes) -> Liveness:
     So it is in training, where the nodes run as they are written; an evaluation may take less, for ONNX Runtime fuses nodes.
     """
     return liveness(graph, value_bytes(graph, shapes), kernels(shapes))
-
-
-@dataclass(frozen=True)
-class Order(Pass):
-    """Orders training and evaluation for a low peak of memory; the runtime asks ONNX Runtime to keep the order.
-
-    The optimizer stays as it is written: parameter by parameter, in parts that fit a cache.
-    """
-
-    name = "order"
-    optional = True
-    after = ("clean-up",)
-
-    def run(self, c: Compilation) -> None:
-        c.sizes = assumed_sizes(c)
-        for stage, phases in enumerate(c.stages):
-            for name, model in phases.items():
-                if name.startswith("optimizer"):
-                    continue
-                graph = model.graph
-                shapes = learned_sizes(graph, c.sizes)
-                before = phase_memory(graph, shapes).peak
-                graph.extend(low_peak_order(graph, value_bytes(graph, shapes), kernels(shapes)))
-                again = c.recomputed.get(stage)
-                if again is not None and name == "train":
-                    less = before - phase_memory(graph, shapes).peak
-                    c.recomputed[stage] = again.model_copy(update={"memory_after": again.memory_after - less})
-
-
-_LARGEST, _STRETCHES = 8, 64  # what the plan tells of a phase
-
-
-@dataclass(frozen=True)
-class PredictMemory(Pass):
-    """Predicts what the session of every phase has in memory."""
-
-    name = "memory"
-    after = ("phases",)
-
-    def run(self, c: Compilation) -> None:
-        c.sizes = assumed_sizes(c)
-        for phases in c.stages:
-            c.memory.append({name: _told(m.graph, learned_sizes(m.graph, c.sizes)) for name, m in phases.items()})
-
-
-def _told(graph: ir.Graph, shapes: Shapes) -> PhaseMemory:
-    found = phase_memory(graph, shapes)
-    names = [node.name or node.op_type for node in graph]
-    stretch = -(-len(names) // _STRETCHES) or 1
-    return PhaseMemory(
-        peak_bytes=found.peak,
-        node=names[found.at] if names else "",
-        largest={value.name or "": size for value, size in found.alive[:_LARGEST]},
-        live=[max(found.live[i : i + stretch]) for i in range(0, len(names), stretch)],
-    )

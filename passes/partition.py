@@ -75,6 +75,7 @@ class Assignment:
     stage_of: dict[ir.Node, int]
     duplicated: dict[ir.Node, frozenset[int]]
     table: list[StageRow]
+    shapes: Shapes  # of the graph's values, with the sizes that were assumed
 
     @property
     def imbalance(self) -> float:
@@ -113,7 +114,7 @@ def assign_stages(
     stage_of = {node: stages[0] for node, stages in zip(nodes, found.placement, strict=True)}
     _place_dead(graph, stage_of)
     duplicated = {n: frozenset(s) for n, s in zip(nodes, found.placement, strict=True) if len(s) > 1}
-    return Assignment({node: stage_of[node] for node in graph}, duplicated, found.table)
+    return Assignment({node: stage_of[node] for node in graph}, duplicated, found.table, shapes)
 
 
 def _machine(options: PartitionOptions) -> Machine:

@@ -26,9 +26,9 @@ from ortc.graph.names import captured
 from ortc.graph.recompute import Choice, Training
 from ortc.graph.shapes import constant, rank
 from ortc.passes.costs import Shapes, concrete_sizes, forward_cost
-from ortc.passes.memory import node_memory
+from ortc.passes.memory import VIEWS, node_memory
 from ortc.passes.optimizer import state_slots
-from ortc.passes.stages import FORWARD_ROLES, SIZES, VIEWS, assumed_sizes, schedule_of
+from ortc.passes.stages import FORWARD_ROLES, SIZES, assumed_sizes, schedule_of
 from ortc.plan import Recomputed
 from ortc.rules import node_key
 from ortc.runtime.schedule import in_flight
@@ -51,10 +51,10 @@ def _keys(operators: str) -> frozenset[str]:
 
 # Each element from one element of each operand.
 _POINTWISE = _keys(
-    "Abs Add Ceil Clip Cos Div Elu Erf Exp Floor HardSigmoid LeakyRelu Log Mul Neg Not Reciprocal Relu Round Selu "
-    "Sigmoid Sign Sin Softplus Softsign Sqrt Sub Sum Tanh ThresholdedRelu "
-    "BitShift BitwiseAnd BitwiseOr BitwiseXor Cast Equal Expand FastGelu Gelu Greater GreaterOrEqual Identity IsNaN Less "
-    "LessOrEqual Max Min Mod Pow QuickGelu Range Reshape Squeeze Unsqueeze Where"
+    "Abs Add BitShift BitwiseAnd BitwiseOr BitwiseXor Cast Ceil Clip Cos Div Elu Equal Erf Exp Expand FastGelu "
+    "Floor Gelu Greater GreaterOrEqual HardSigmoid Identity IsNaN LeakyRelu Less LessOrEqual Log Max Min Mod Mul "
+    "Neg Not Pow QuickGelu Range Reciprocal Relu Reshape Round Selu Sigmoid Sign Sin Softplus Softsign Sqrt Squeeze "
+    "Sub Sum Tanh ThresholdedRelu Unsqueeze Where"
 )
 
 
@@ -206,7 +206,7 @@ class _Parts:
             and not (plain and node.op_type in SIZES)
             and all(v.type is None or isinstance(v.type, ir.TensorType) for v in node.outputs)
             and not any(v in self._captured for v in node.outputs),
-            view=plain and node.op_type in VIEWS,
+            view=node_key(node) in VIEWS,
             in_place=bool(node_memory(node).in_place),
             kind=":".join(node_key(node)),
         )

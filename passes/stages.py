@@ -14,19 +14,17 @@ from ortc.graph.cut import carve, cut, needed, read_by
 from ortc.graph.partition import StageRow, amount
 from ortc.graph.shapes import dims
 from ortc.passes.boundary import part_row
-from ortc.passes.costs import LINK_BANDWIDTH, concrete_sizes, named_sizes
+from ortc.passes.costs import LINK_BANDWIDTH, concrete_sizes, default_sizes, named_sizes
 from ortc.passes.footprint import footprint, settled
+from ortc.passes.memory import VIEWS
 from ortc.passes.optimizer import state_slots
 from ortc.passes.partition import PartitionOptions, assign_stages
 from ortc.plan import StageCosts
+from ortc.rules import node_key
 from ortc.runtime.schedule import Schedule, check, in_flight, make_schedule
-
-# Sizes that the cost model takes for symbolic dimensions that the recipe does not tell: of the batch, and of others.
-_BATCH, _OTHER = 8, 128
 
 # Nodes that only look at a value otherwise: a backward that has what they read runs them again, instead of keeping more.
 SIZES = frozenset({"Shape", "Size"})
-VIEWS = frozenset({"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 
 
 @dataclass(frozen=True)
@@ -106,16 +104,10 @@ def assumed_sizes(c: Compilation) -> dict[str, int]:
     """What the cost model takes for the named dimensions of the inputs; of stages, for all that the whole has."""
     if c.sizes:
         return dict(c.sizes)
-    sizes: dict[str, int] = {}
-    names = set()
-    for value in c.graph.inputs:
-        for axis, d in enumerate(dims(value) or ()):
-            if isinstance(d, str):
-                names.add(d)
-                sizes.setdefault(d, _BATCH if axis == 0 else _OTHER)
-    unknown = sorted(c.recipe.pipeline.sizes.keys() - names)
+    sizes = default_sizes(dims(value) for value in c.graph.inputs)
+    unknown = sorted(c.recipe.pipeline.sizes.keys() - sizes.keys())
     if unknown:
-        known = ", ".join(sorted(names)) or "none"
+        known = ", ".join(sorted(sizes)) or "none"
         raise RecipeError(f"pipeline.sizes: no input has a dimension {unknown[0]!r}; there are {known}")
     return {**sizes, **c.recipe.pipeline.sizes}
 
@@ -301,7 +293,7 @@ def _stash(graph: ir.Graph, ahead: list[ir.Value], behind: list[ir.Value]) -> li
 
 
 def _at_hand(node: ir.Node, stash: set[ir.Value], made: set[ir.Value]) -> bool:
-    if node.op_type not in VIEWS | SIZES or node.domain:
+    if node_key(node) not in VIEWS and (node.op_type not in SIZES or node.domain):
         return False
     return all(v in stash or v not in made or _view_at_hand(v, stash, made) for v in read_by(node))
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from gradcheck import TARGETS
 
 from ortc import Trainer
 from ortc.artifacts import compile
@@ -34,7 +35,7 @@ MODELS = (
 
 
 def build(path: Path, folder: Path, **fields: Any) -> Plan:
-    return compile(path, folder, parse_recipe(fields))
+    return compile(path, folder, parse_recipe({"target": TARGETS[-1].name, **fields}))
 
 
 Result = tuple[float, dict[str, np.ndarray]]

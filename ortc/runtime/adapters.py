@@ -8,7 +8,6 @@ written here because the training build of ONNX Runtime has no writer of it.
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 from ortc.errors import OrtcError
 from ortc.plan import AdapterInfo, GraphFile, Plan
 from ortc.runtime.export import DATA_TYPES
+from ortc.runtime.files import write_bytes
 
 _FORMAT_VERSION = 1
 
@@ -63,17 +63,7 @@ def write_adapters(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     Raises:
         OrtcError: the file cannot be written.
     """
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(aside, "wb") as file:
-            file.write(encode_adapters(tensors))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError as error:
-        raise OrtcError(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        aside.unlink(missing_ok=True)
+    write_bytes(path, encode_adapters(tensors))
 
 
 def encode_adapters(tensors: Mapping[str, np.ndarray]) -> bytes:

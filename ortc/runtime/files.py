@@ -1,4 +1,4 @@
-"""Text files that appear whole or not at all."""
+"""Files that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from ortc.errors import OrtcError
 
 
 def write_text(path: Path, text: str) -> None:
+    """:func:`write_bytes` of text in UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
     """Write or replace a file; when this returns, it survives a crash.
 
     Raises:
@@ -16,8 +21,8 @@ def write_text(path: Path, text: str) -> None:
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(aside, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with open(aside, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
