@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from ortc.compiler import Pass
+from ortc.passes.absorb import Absorb
 from ortc.passes.boundary import MarkBoundary
 from ortc.passes.forms import ForkEvaluation, InferenceTemplate, TrainingForm
 from ortc.passes.fusion import (
@@ -64,6 +65,7 @@ def standard() -> list[Pass]:
         BuildOptimizer(),
         Lower(),
         CleanUp(),
+        Absorb(),
         Recompute(),
         Order(),
         SplitPhases(),

@@ -16,6 +16,7 @@ from gradcheck import TARGETS
 from ortc.artifacts import compile, compile_graphs, load_rules
 from ortc.errors import ModelError, RecipeError
 from ortc.passes import standard
+from ortc.passes.fusion import Fusion
 from ortc.passes.inference import infer_shapes
 from ortc.passes.normalise import prepare
 from ortc.recipe import parse_recipe
@@ -29,7 +30,7 @@ load_rules()
 DATA = Path(__file__).parent / "data"
 MODELS = DATA / "models"
 DROPOUT = DATA / "attention_dropout.legacy_train.onnx"
-FUSIONS = [step.name for step in standard() if step.optional and step.alone]
+FUSIONS = [step.name for step in standard() if isinstance(step, Fusion)]
 TARGET = TARGETS[-1].name
 
 # Real exports of both of PyTorch's exporters: what is found in them, everything on.

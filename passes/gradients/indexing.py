@@ -24,13 +24,15 @@ def add_at(op, x, axes, indices, gradient):
     """
     if 0 in op.dims(x):  # ONNX Runtime 1.19.2 drops an Expand to a constant shape with a 0
         return op.zeros_like(x)
-    before, after = range(axes[0]), range(axes[-1] + 1, op.rank(x))
-    sizes = [op.dim(x, *part) for part in (before, axes, after)]
+    before, after = [op.dim(x, *range(axes[0]))] if axes[0] else [], op.dim(x, *range(axes[-1] + 1, op.rank(x)))
     n = op.dim(indices, 1)
-    spread = op.vector(sizes[0], n, sizes[2])
-    zeros = op.zeros(op.vector(*sizes), like=gradient)
+    if not before:  # rows of a table: it keeps its shape
+        indices = op.Reshape(indices, op.vector(n, 1), allowzero=1)
+    spread = op.vector(*before, n, after)
+    zeros = op.zeros(op.vector(*before, op.dim(x, *axes), after), like=gradient)
     updates = op.Reshape(gradient, spread, allowzero=1)
-    return op.reshape_like(op.ScatterElements(zeros, op.Expand(indices, spread), updates, axis=1, reduction="add"), x)
+    places = op.Expand(indices, spread)
+    return op.reshape_like(op.ScatterElements(zeros, places, updates, axis=len(before), reduction="add"), x)
 
 
 @gradient(
