@@ -342,6 +342,8 @@ class Stage:
         self._scalars: dict[str, dict[str, np.ndarray]] = {}
         self._phases: dict[str, Phase] = {}
         self._losses: dict[str, np.ndarray] = {}
+        # Gradients of a single micro-batch are written whole; but a replica may have no part of a batch.
+        self._adds_up = pipeline.replicas > 1 or any(p.role == "gradient" for name in TRAINING for p in _inputs(stage, name))
         self._kept: dict[int, dict[str, Feed]] = {}
         read_later = [p for name in BACKWARD if name in stage.phases for p in stage.phases[name].inputs]
         self._keep = {key(p) for p in read_later if p.role in ("boundary", "stash")}
@@ -351,8 +353,9 @@ class Stage:
 
     def begin(self) -> None:
         """Start a step: gradients and losses at zero, buffers as they are."""
-        for bucket in self.reduced:
-            bucket.memory[...] = 0
+        if self._adds_up:
+            for bucket in self.reduced:
+                bucket.memory[...] = 0
         self.input_gradients.clear()
         self.fetched.clear()
         self.loss = 0.0
