@@ -1,0 +1,112 @@
+"""The pages of docs/ say what is: their commands run and print what they show, their links lead somewhere.
+
+A page that runs is a script: of its fenced blocks, in order, ```` ```sh ```` runs (in bash, in one folder), a ```` ```text ```` right behind
+it is what that prints, and a block with a file's name after its language is that file. In what is shown `…` stands for anything,
+a line that is nothing else for any lines; a number with a decimal point is about the one that is printed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+SECONDS = 120  # of one block: many times what it takes
+
+# Runs differ in the order of sums, by the number of cores and the build; over some ten steps that grows.
+LOSS_TOLERANCE, ACCURACY_TOLERANCE = 0.3, 0.03
+
+TRAINING_BUILD = find_spec("onnxruntime.training") is not None
+_FENCE = re.compile(r"^```(\w*)(?: +(\S+))?\n(.*?)^```$(\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page, and what it shows as the output."""
+
+    language: str
+    file: str | None
+    text: str
+    shown: str | None
+    line: int
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    text = page.read_text(encoding="utf-8")
+    found = _FENCE.finditer(text)
+    return [Block(m[1], m[2], m[3], m[5], text.count("\n", 0, m.start()) + 1) for m in found]
+
+
+def run_page(page: Path, folder: Path) -> None:
+    """Write the files of a page and run its commands, in a folder; what they print is what it shows."""
+    bin_ = str(Path(sys.executable).parent)
+    environment = {**os.environ, "PATH": os.pathsep.join((bin_, os.environ["PATH"])), "COLUMNS": "160", "PYTHONHASHSEED": "0"}
+    ran = 0
+    for block in blocks(page):
+        if block.file is not None:
+            (folder / block.file).write_text(block.text, encoding="utf-8")
+        elif block.language == "sh":
+            words = ["bash", "-euo", "pipefail", "-c", block.text]
+            done = subprocess.run(
+                words, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+            )
+            where = f"{page.name}:{block.line}"
+            assert done.returncode == 0, f"{where}: {done.stdout}\n{done.stderr}"
+            if block.shown is not None:
+                assert_shown(block.shown, done.stdout, where)
+            ran += 1
+    assert ran, f"{page.name} has no commands"
+
+
+def assert_shown(shown: str, printed: str, where: str) -> None:
+    """Hold what a command printed to what the page shows."""
+    patterns, numbers = [], []
+    for line in shown.splitlines():
+        words = " ".join(line.split())
+        if words == "…":
+            patterns.append(r"(?:.*\n)*?")
+            continue
+        parts = re.split(r"(…|(?<![\w.])\d+\.\d+(?!\.?\w))", words)
+        pieces = ["[^\\n]*?" if p == "…" else r"(\d+\.?\d*(?:e-\d+)?)" if i % 2 else re.escape(p) for i, p in enumerate(parts)]
+        numbers += [(p, parts[i - 1]) for i, p in enumerate(parts) if i % 2 and p != "…"]
+        patterns.append("".join(pieces) + r"\n")
+    plain = "".join(" ".join(line.split()) + "\n" for line in printed.splitlines())
+    match = re.fullmatch("".join(patterns), plain)
+    assert match, f"{where} shows\n{shown}\nbut this is printed:\n{printed}"
+    for found, (number, before) in zip(match.groups(), numbers, strict=True):
+        near = {"abs": ACCURACY_TOLERANCE} if before.endswith("accuracy ") else {"rel": LOSS_TOLERANCE}
+        assert float(found) == pytest.approx(float(number), **near), f"{where} shows {before}{number}:\n{printed}"
+
+
+@pytest.mark.skipif(not TRAINING_BUILD, reason="the tutorial compiles for ort-training, as one does by default")
+def test_tutorial(tmp_path):
+    run_page(DOCS / "tutorial.md", tmp_path)
+    made = {path.name for path in tmp_path.iterdir()}
+    assert {"trained.onnx", "merged.onnx", "base.onnx", "mirror.onnx_adapter", "from-two.onnx", "report.html", "board"} <= made
+    assert list((tmp_path / "board").glob("events.out.tfevents.*"))
+    assert "--- train.onnx" in (tmp_path / "digits.golden").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed"),
+    [
+        ("loss 0.5\n", "loss 0.9\n"),
+        ("accuracy 0.97\n", "accuracy 0.9\n"),
+        ("step 45\n", "step 46\n"),
+        ("a\n…\nb\n", "a\nc\n"),
+        ("a\nb\n", "a\nx\nb\n"),
+    ],
+)
+def test_what_is_not_printed_is_noticed(shown, printed):
+    assert_shown(shown, shown.replace("…\n", ""), "here")
+    with pytest.raises(AssertionError, match="here"):
+        assert_shown(shown, printed, "here")
