@@ -1,8 +1,9 @@
 """The pages of docs/ say what is: their commands run and print what they show, their links lead somewhere.
 
-A page that runs is a script: of its fenced blocks, in order, ```` ```sh ```` runs (in bash, in one folder), a ```` ```text ```` right behind
-it is what that prints, and a block with a file's name after its language is that file. In what is shown `…` stands for anything,
-a line that is nothing else for any lines; a number with a decimal point is about the one that is printed.
+A page that runs is a script. Of its fenced blocks, in order, those of language ``sh`` run, in bash, all in one folder; one of
+language ``text`` right behind is what that prints; and where a file's name stands after the language, the block is that file.
+In what is shown `…` stands for anything, a line that is nothing else for any lines, and a number with a decimal point for one
+that is about as large.
 """
 
 from __future__ import annotations
