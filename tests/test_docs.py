@@ -97,6 +97,11 @@ def test_tutorial(tmp_path):
     assert "--- train.onnx" in (tmp_path / "digits.golden").read_text(encoding="utf-8")
 
 
+def test_extending(tmp_path):
+    run_page(DOCS / "extending.md", tmp_path)
+    assert "--- train.onnx" in (tmp_path / "scale.golden").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("shown", "printed"),
     [
