@@ -17,6 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
+
+from ortc.cli import app
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -97,6 +100,20 @@ def test_tutorial(tmp_path):
     assert "--- train.onnx" in (tmp_path / "digits.golden").read_text(encoding="utf-8")
 
 
+@pytest.mark.ranks
+@pytest.mark.skipif(not TRAINING_BUILD, reason="the page compiles for ort-training, as one does by default")
+@pytest.mark.skipif(
+    find_spec("mpi4py") is None or not Path(sys.executable).with_name("mpiexec").exists(),
+    reason="needs mpi4py and an MPI beside this interpreter: ortc[mpi]",
+)
+def test_deployment(tmp_path):
+    run_page(DOCS / "deployment.md", tmp_path)
+    kept = [path.name for path in (tmp_path / "stages" / "checkpoint" / "step-30").glob("*.safetensors")]
+    assert sorted(name for name in kept if name.startswith("optimizer")) == [
+        f"optimizer-{rank}.safetensors" for rank in range(4)
+    ]
+
+
 def test_extending(tmp_path):
     run_page(DOCS / "extending.md", tmp_path)
     assert "--- train.onnx" in (tmp_path / "scale.golden").read_text(encoding="utf-8")
@@ -116,3 +133,47 @@ def test_what_is_not_printed_is_noticed(shown, printed):
     assert_shown(shown, shown.replace("…\n", ""), "here")
     with pytest.raises(AssertionError, match="here"):
         assert_shown(shown, printed, "here")
+
+
+PAGES = sorted(page for place in ("", "docs/", "examples/", "bench/") for page in ROOT.glob(f"{place}*.md"))
+OPTIONS = {
+    name: {option for p in command.params for option in p.opts if option.startswith("-")} | {"--help"}
+    for name, command in get_command(app).commands.items()  # type: ignore[attr-defined]
+}
+# Flags of other programs that the pages name.
+FOREIGN = {"--update-golden", "--map-by"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_every_link_leads_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        file, _, part = target.partition("#")
+        if ":" in file:
+            continue  # of another place
+        path = (page.parent / file) if file else page
+        assert path.exists(), f"{page.name} links to {target}"
+        if part:
+            assert part in anchors(path), f"{page.name} links to {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_every_command_and_flag_exists(page):
+    text = page.read_text(encoding="utf-8")
+    code = [m[0] for m in re.finditer(r"^```.*?^```$|`[^`\n]+`", text, re.MULTILINE | re.DOTALL)]
+    for piece in code:
+        joined = piece.replace("\\\n", " ")
+        for name, rest in re.findall(r"(?<![\w./-])ortc (\w[\w-]*)([^\n`|;&]*)", joined):
+            assert name in OPTIONS, f"{page.name}: there is no command `ortc {name}`"
+            unknown = set(re.findall(r"(?<!\S)--[a-z][\w-]*", rest)) - OPTIONS[name]
+            assert not unknown, f"{page.name}: `ortc {name}` has no {unknown}"
+        if piece.startswith("`--"):
+            flag = re.match(r"`(--[\w-]+)", piece)
+            assert flag is not None
+            assert flag[1] in set().union(*OPTIONS.values()) | FOREIGN, f"{page.name}: there is no {flag[1]}"

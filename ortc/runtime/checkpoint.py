@@ -39,6 +39,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -131,6 +132,28 @@ def save(root: Path, plan: Plan, progress: Progress, worker: Worker, *, keep: in
     if world.rank == 0:
         _forget_old(root, keep, best_step(progress.settings))
     return target
+
+
+def check_shared(root: Path, world: Transport) -> None:
+    """Check that all ranks see one folder of checkpoints, before they train for one. All ranks call it together.
+
+    Raises:
+        CheckpointError: on every rank, if one sees another, or it cannot be written.
+    """
+    if world.size == 1:
+        return
+    name = world.broadcast_object(f".step-{secrets.token_hex(8)}.new" if world.rank == 0 else None)
+    _tell_all(world, root, (lambda: _begin(root, root / name)) if world.rank == 0 else None)
+    told = world.gather_object((root / name).is_dir())
+    blind = None if told is None else [rank for rank, sees in enumerate(told) if not sees]
+    if world.rank == 0:
+        shutil.rmtree(root / name, ignore_errors=True)
+    blind = world.broadcast_object(blind)
+    if blind:
+        raise CheckpointError(
+            f"rank {blind[0]} has another folder {root} than rank 0: checkpoints are written by all ranks, so that folder must be "
+            "on a disk that they share (it may be a link to one)"
+        )
 
 
 def save_arrays(
