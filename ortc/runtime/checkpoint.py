@@ -151,8 +151,8 @@ def check_shared(root: Path, world: Transport) -> None:
     blind = world.broadcast_object(blind)
     if blind:
         raise CheckpointError(
-            f"rank {blind[0]} has another folder {root} than rank 0: checkpoints are written by all ranks, so that folder must be "
-            "on a disk that they share (it may be a link to one)"
+            f"rank {blind[0]} has another folder {root} than rank 0: checkpoints are written by all ranks, so that folder "
+            "must be on a disk that they share (it may be a link to one)"
         )
 
 
