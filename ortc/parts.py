@@ -31,7 +31,7 @@ from ortc.artifacts import (
 from ortc.boundary import Boundary, Part
 from ortc.compiler import Compilation, paused_gc
 from ortc.errors import ModelError, PlanError, RecipeError
-from ortc.plan import File, GraphFile, LossInfo, ParameterInfo, Plan, Port, RewriteInfo, Stage, dump_plan, fingerprint
+from ortc.plan import File, GraphFile, LossInfo, ParameterInfo, Plan, Port, RewriteInfo, Sessions, Stage, dump_plan, fingerprint
 from ortc.recipe import Recipe, describe_location
 from ortc.runtime.checkpoint import file_hash, write_index
 from ortc.runtime.schedule import check, make_schedule
@@ -73,6 +73,7 @@ class PartPlan(_Table):
     recipe: Recipe
     target: str
     opset: int
+    sessions: Sessions
     pieces: list[Piece]
 
 
@@ -103,6 +104,7 @@ def compile_part(
     Raises:
         OrtcError: for anything wrong with the models, the boundary, the recipe or the folder.
     """
+    from ortc.passes import SESSIONS
     from ortc.passes.joining import load_part
 
     recipe = with_stages(recipe or Recipe(), boundary.stages, f"the boundary has {boundary.stages} stages")
@@ -129,6 +131,7 @@ def compile_part(
             recipe=recipe,
             target=recipe.target,
             opset=load_target(recipe.target).opset,
+            sessions=SESSIONS,
             pieces=pieces,
         )
         write_file(
@@ -228,6 +231,7 @@ def join_parts(folders: Sequence[str | Path], output: str | Path, *, force: bool
             parameters=parameters,
             losses=last.losses,
             stages=stages,
+            sessions=first.sessions,
             export=_joined_template(pieces, parameters, aside),
             criterion=last.criterion,
             rewrites=_rewrites([piece for _, piece in pieces]),

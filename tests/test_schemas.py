@@ -21,6 +21,7 @@ from typer.main import get_command
 from ortc.artifacts import compile
 from ortc.cli import app
 from ortc.demo import MODEL, RECIPE
+from ortc.errors import PlanError
 from ortc.plan import dump_plan, load_plan, plan_schema
 from ortc.recipe import Recipe, load_recipe, parse_recipe_text, recipe_schema
 
@@ -115,11 +116,20 @@ def test_a_compiled_plan_is_valid_and_read_back_equal(plan):
         (lambda d: d.update(version=2), "version"),
         (lambda d: d.update(extra=1), "extra"),
         (lambda d: d["export"]["inputs"][0].update(role="friend"), "role"),
+        (lambda d: d.pop("sessions"), "sessions"),
+        (lambda d: d["sessions"]["training"].update(config_entries={"session.load_model_format": "ORT"}), "config_entries"),
+        (lambda d: d["sessions"]["others"].update(optimized_model_filepath="/tmp/x"), "optimized_model_filepath"),
+        (lambda d: d["sessions"]["others"].update(disabled_optimizers=["A;B"]), "disabled_optimizers"),
     ],
 )
-def test_a_wrong_plan_is_not_valid(plan, change, field):
+def test_a_wrong_plan_is_not_valid(plan, change, field, tmp_path):
     data = json.loads(json.dumps(plan[0]))
     change(data)
     with pytest.raises(jsonschema.ValidationError) as error:
         jsonschema.validate(data, json.loads(plan_schema()))
     assert field in f"{list(error.value.path)} {error.value.message}"
+    folder = tmp_path / "changed"
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(PlanError, match=field):
+        load_plan(folder)
