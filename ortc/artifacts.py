@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from ortc import __version__
 from ortc.boundary import Connection, Part, stage_prefix
-from ortc.compiler import OF, SLOT, Compilation, check_switches, of, paused_gc, role, run_passes, stages_of
+from ortc.compiler import INITIAL, OF, SLOT, Compilation, check_switches, of, paused_gc, role, run_passes, stages_of
 from ortc.errors import ModelError, OrtcError, RecipeError
 from ortc.graph.shapes import dims, type_name
 from ortc.plan import File, GraphFile, Plan, Port, Stage, dump_plan, fingerprint
@@ -56,7 +56,7 @@ def compile_graphs(
     load_rules(rules)
     steps = passes.standard()
     check_switches(steps, recipe)
-    c = Compilation(model, recipe, load_target(recipe.target), part)
+    c = Compilation(model, recipe, load_target(recipe.target), part, sessions=passes.SESSIONS)
     if save_intermediate is None:
         return run_passes(steps, c)
     return run_passes(steps, c, after=Snapshots(Path(save_intermediate)))
@@ -231,6 +231,7 @@ def _write_files(c: Compilation, model_name: str, folder: Path) -> Plan:
         parameters=c.parameters,
         losses=c.losses,
         stages=stages,
+        sessions=c.sessions,
         export=written.pop("export"),
         adapters=c.adapters,
         adapter_export=written.get("adapters"),
@@ -319,6 +320,7 @@ def port(value: ir.Value) -> Port:
         shape=None if (known := dims(value)) is None else list(known),
         of=value.metadata_props.get(OF),
         slot=value.metadata_props.get(SLOT),
+        initial=value.metadata_props.get(INITIAL),  # type: ignore[arg-type]
         stages=stages_of(value),
     )
 

@@ -13,11 +13,11 @@ import onnx_ir as ir
 
 from ortc.boundary import Part
 from ortc.errors import RecipeError
-from ortc.plan import AdapterInfo, LossInfo, ParameterInfo, PassRun, PhaseMemory, Recomputed, RewriteInfo, StageCosts
+from ortc.plan import AdapterInfo, LossInfo, ParameterInfo, PassRun, PhaseMemory, Recomputed, RewriteInfo, Sessions, StageCosts
 from ortc.recipe import Recipe
 from ortc.target import Target
 
-ROLE, OF, SLOT, STAGES = "ortc.role", "ortc.of", "ortc.slot", "ortc.stages"
+ROLE, OF, SLOT, STAGES, INITIAL = "ortc.role", "ortc.of", "ortc.slot", "ortc.stages", "ortc.initial"
 
 
 @dataclass
@@ -49,6 +49,7 @@ class Compilation:
     complaints: list[str] = field(default_factory=list)  # of a part: what the recipe names and another part may have
     rewrites: list[RewriteInfo] = field(default_factory=list)
     history: list[PassRun] = field(default_factory=list)
+    sessions: Sessions = field(default_factory=Sessions)  # how the graphs are to be opened
 
     @property
     def graph(self) -> ir.Graph:

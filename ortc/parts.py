@@ -31,7 +31,20 @@ from ortc.artifacts import (
 from ortc.boundary import Boundary, Part
 from ortc.compiler import Compilation, paused_gc
 from ortc.errors import ModelError, PlanError, RecipeError
-from ortc.plan import File, GraphFile, LossInfo, ParameterInfo, Plan, Port, RewriteInfo, Stage, dump_plan, fingerprint
+from ortc.plan import (
+    AdapterInfo,
+    File,
+    GraphFile,
+    LossInfo,
+    ParameterInfo,
+    Plan,
+    Port,
+    RewriteInfo,
+    Sessions,
+    Stage,
+    dump_plan,
+    fingerprint,
+)
 from ortc.recipe import Recipe, describe_location
 from ortc.runtime.checkpoint import file_hash, write_index
 from ortc.runtime.schedule import check, make_schedule
@@ -57,6 +70,8 @@ class Piece(_Table):
     weights: File | None = Field(description="the safetensors file of the weights that this stage answers for")
     losses: list[LossInfo]
     export: GraphFile
+    adapters: list[AdapterInfo]
+    adapter_export: GraphFile | None = Field(description="where the recipe asks for adapters, be there none in this stage")
     criterion: GraphFile | None = Field(description="of the last stage")
     rewrites: list[RewriteInfo]
     warnings: list[str]
@@ -73,6 +88,7 @@ class PartPlan(_Table):
     recipe: Recipe
     target: str
     opset: int
+    sessions: Sessions
     pieces: list[Piece]
 
 
@@ -103,6 +119,7 @@ def compile_part(
     Raises:
         OrtcError: for anything wrong with the models, the boundary, the recipe or the folder.
     """
+    from ortc.passes import SESSIONS
     from ortc.passes.joining import load_part
 
     recipe = with_stages(recipe or Recipe(), boundary.stages, f"the boundary has {boundary.stages} stages")
@@ -129,6 +146,7 @@ def compile_part(
             recipe=recipe,
             target=recipe.target,
             opset=load_target(recipe.target).opset,
+            sessions=SESSIONS,
             pieces=pieces,
         )
         write_file(
@@ -142,8 +160,12 @@ def _write_piece(c: Compilation, model: str, folder: Path, part: Part) -> Piece:
     """Write one stage's files; returns what the part says of them."""
     stage = write_stage(c, folder, part.stage, {p.name for p in c.parameters})
     names = {p.name for p in c.parameters}
-    for name in names:
-        c.graphs["export"].graph.initializers.pop(name, None)
+    templates = {name: c.graphs[name] for name in ("export", "adapters") if name in c.graphs}
+    for template in templates.values():
+        for name in names:
+            template.graph.initializers.pop(name, None)
+    file_of = {name: f"stage-{part.stage}/{name}.template" for name in templates}
+    written = {name: write_graph(model, folder, file_of[name], check=False) for name, model in templates.items()}
     tied = {w.name: w.stages[0] for w in part.tied if w.name in names}
     own = {name: c.weights[name] for name in names if tied.get(name, part.stage) == part.stage}
     weights = None
@@ -159,7 +181,9 @@ def _write_piece(c: Compilation, model: str, folder: Path, part: Part) -> Piece:
         tied={name: content_hash(c.weights[name]) for name in tied},
         weights=weights,
         losses=c.losses,
-        export=write_graph(c.graphs["export"], folder, f"stage-{part.stage}/export.template", check=False),
+        export=written["export"],
+        adapters=c.adapters,
+        adapter_export=written.get("adapters"),
         criterion=None if criterion is None else write_graph(criterion, folder, "criterion.onnx"),
         rewrites=c.rewrites,
         warnings=c.warnings,
@@ -210,6 +234,7 @@ def join_parts(folders: Sequence[str | Path], output: str | Path, *, force: bool
     _check_recipe([piece for _, piece in pieces], first.recipe)
     parameters = _parameters(pieces)
     stages = _connected([piece.stage for _, piece in pieces], pieces)
+    with_adapters = [(folder, piece.adapter_export) for folder, piece in pieces if piece.adapter_export is not None]
     target = Path(output)
     check_output(target, force)
     with whole(target, force) as aside:
@@ -228,7 +253,10 @@ def join_parts(folders: Sequence[str | Path], output: str | Path, *, force: bool
             parameters=parameters,
             losses=last.losses,
             stages=stages,
-            export=_joined_template(pieces, parameters, aside),
+            sessions=first.sessions,
+            export=_joined_template([(folder, piece.export) for folder, piece in pieces], "export", aside),
+            adapters=[adapter for _, piece in pieces for adapter in piece.adapters],
+            adapter_export=_joined_template(with_adapters, "adapters", aside) if with_adapters else None,
             criterion=last.criterion,
             rewrites=_rewrites([piece for _, piece in pieces]),
             warnings=list(dict.fromkeys(text for _, piece in pieces for text in piece.warnings)),
@@ -381,13 +409,13 @@ def _copy(folder: Path, file: str, sha256: str, to: Path) -> None:
         )
 
 
-def _joined_template(pieces: Sequence[tuple[Path, Piece]], parameters: Sequence[ParameterInfo], aside: Path) -> GraphFile:
+def _joined_template(templates: Sequence[tuple[Path, GraphFile]], name: str, aside: Path) -> GraphFile:
     from ortc.passes.joining import join
 
     models, files = [], []
-    for folder, piece in pieces:
-        path = folder / piece.export.file
-        if not path.exists() or file_hash(path) != piece.export.sha256:
+    for folder, template in templates:
+        path = folder / template.file
+        if not path.exists() or file_hash(path) != template.sha256:
             raise PlanError(f"{path} is missing or was changed; compile the part again")
         models.append(ir.from_proto(onnx.load(path)))
         files.append(str(folder))
@@ -398,7 +426,7 @@ def _joined_template(pieces: Sequence[tuple[Path, Piece]], parameters: Sequence[
             "boundary, and compile them again"
         )
     model, _ = join(models, files)
-    return write_graph(model, aside, "export.template", check=False)
+    return write_graph(model, aside, f"{name}.template", check=False)
 
 
 def _write_checkpoint(pieces: Sequence[tuple[Path, Piece]], plan: Plan, aside: Path) -> None:

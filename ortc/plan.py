@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -54,6 +54,9 @@ class Port(_Table):
     )
     of: str | None = Field(None, description="what the port belongs to, see Role")
     slot: str | None = Field(None, description="which state of the parameter, e.g. exp_avg")
+    initial: Literal["parameter"] | None = Field(
+        None, description="of a state that is read: what it is before there is one, its parameter's value; null: zero"
+    )
     stages: list[int] | None = Field(None, description="of a boundary: the stages at the other end")
 
 
@@ -202,6 +205,33 @@ class PassRun(_Table):
     after: int = Field(description="and after it")
 
 
+class Session(_Table):
+    """How ONNX Runtime opens a session, so that it computes what was compiled, in the order and the memory of that."""
+
+    execution_order: Literal["default", "priority_based"] = Field(
+        "default", description="priority_based: nodes run in the file's order (ExecutionOrder.PRIORITY_BASED)"
+    )
+    reuse_memory: bool = Field(True, description="whether buffers are reused and memory patterns made")
+    deterministic: bool = Field(False, description="use_deterministic_compute")
+    config_entries: dict[Literal["session.disable_quant_qdq"], Literal["0", "1"]] = Field(
+        default_factory=dict, description="configuration entries of the session options"
+    )
+    disabled_optimizers: list[Annotated[str, Field(pattern=r"^\w+$")]] = Field(
+        default_factory=list,
+        description="of ONNX Runtime's graph optimizers; joined by semicolons also a configuration entry, "
+        "optimization.disable_specified_optimizers",
+    )
+
+
+class Sessions(_Table):
+    """How the sessions of an output folder are opened."""
+
+    training: Session = Field(
+        default_factory=Session, description="train, forward, backward and its parts: to the last bit as they are written"
+    )
+    others: Session = Field(default_factory=Session, description="eval, optimizer, criterion, the export")
+
+
 class Plan(_Table):
     """Everything in the output folder."""
 
@@ -215,6 +245,7 @@ class Plan(_Table):
     parameters: list[ParameterInfo]
     losses: list[LossInfo]
     stages: list[Stage]
+    sessions: Sessions
     export: GraphFile = Field(description="the inference model without its parameters; `ortc export` adds them")
     adapters: list[AdapterInfo] = Field(default_factory=list)
     adapter_export: GraphFile | None = Field(None, description="with adapters: the inference model that takes them as inputs")
@@ -266,7 +297,8 @@ def load_plan(folder: str | Path) -> Plan:
     try:
         return Plan.model_validate(data)
     except ValidationError as error:
-        lines = [f"{path}: {describe_location(e['loc'])}: {e['msg']}" for e in error.errors()]
+        again = {"missing": "; compile the model again"}
+        lines = [f"{path}: {describe_location(e['loc'])}: {e['msg']}{again.get(e['type'], '')}" for e in error.errors()]
         raise PlanError("\n".join(lines)) from None
 
 

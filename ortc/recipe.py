@@ -60,7 +60,9 @@ class LearningRate(_Table):
     """The learning rate over the steps of a run."""
 
     base: float = Field(1e-3, ge=0, description="learning rate after the warm-up")
-    schedule: Literal["constant", "linear", "cosine", "polynomial"] = "constant"
+    schedule: Literal["constant", "linear", "cosine", "polynomial"] = Field(
+        "constant", description="how it goes from there to `final` at the last step of the run"
+    )
     warmup: int = Field(0, ge=0, description="steps of linear warm-up from 0")
     final: float = Field(0.0, ge=0, description="learning rate at the last step (not for constant)")
     power: float = Field(1.0, gt=0, description="exponent of the polynomial schedule")
@@ -99,7 +101,7 @@ class Precision(_Table):
     type: Literal["fp32", "fp16", "bf16"] = Field("fp32", description="the type of products; weights stay in float32")
     operators: dict[str, str] = Field(default_factory=dict, description="operator -> low, full, follow or widest")
     nodes: dict[str, str] = Field(default_factory=dict, description="node-name glob -> the same; the first that matches wins")
-    loss_scale: LossScale = Field(default_factory=LossScale)
+    loss_scale: LossScale = Field(default_factory=LossScale, description="for float16")
 
     @property
     def scaling(self) -> str:
@@ -170,25 +172,25 @@ class Passes(_Table):
 class Recipe(_Table):
     """Everything a compilation is told, with its defaults."""
 
-    version: Literal[1] = RECIPE_VERSION
+    version: Literal[1] = Field(RECIPE_VERSION, description="of these fields")
     target: str = Field("ort-training", description="the runtime that the artifacts are for")
     loss: list[LossTerm] = Field(default_factory=list, description="empty: chosen from the model's outputs")
-    parameters: Parameters = Field(default_factory=Parameters)
+    parameters: Parameters = Field(default_factory=Parameters, description="which weights train")
     lora: Lora | None = Field(None, description="train adapters in place of the weights")
     wrt: list[str] = Field(default_factory=list, description="data inputs whose gradients are wanted too")
     batch_norm: Literal["batch", "frozen"] = Field(
         "batch", description="BatchNormalization in training: batch statistics, or the stored ones"
     )
-    optimizer: Optimizer = Field(default_factory=Optimizer)
-    groups: list[Group] = Field(default_factory=list)
-    learning_rate: LearningRate = Field(default_factory=LearningRate)
+    optimizer: Optimizer = Field(default_factory=Optimizer, description="the optimizer and its options")
+    groups: list[Group] = Field(default_factory=list, description="parameters that are treated otherwise")
+    learning_rate: LearningRate = Field(default_factory=LearningRate, description="over the steps of a run")
     gelu: Literal["keep", "exact", "tanh", "quick"] = Field(
         "keep", description="the form of GELU that is trained, evaluated and exported: x·Φ(x), by tanh, x·sigmoid(1.702x)"
     )
-    passes: Passes = Field(default_factory=Passes)
-    precision: Precision = Field(default_factory=Precision)
-    recompute: Recompute = Field(default_factory=Recompute)
-    pipeline: Pipeline = Field(default_factory=Pipeline)
+    passes: Passes = Field(default_factory=Passes, description="which optional passes run")
+    precision: Precision = Field(default_factory=Precision, description="mixed precision")
+    recompute: Recompute = Field(default_factory=Recompute, description="less memory for more time")
+    pipeline: Pipeline = Field(default_factory=Pipeline, description="stages, micro-batches, replicas")
     artifacts: list[Literal["ort"]] = Field(
         default_factory=list,
         description="other layouts to write as well: ort, ONNX Runtime's own for its on-device training API",

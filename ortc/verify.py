@@ -200,7 +200,7 @@ def _made_up(trainer: Trainer) -> Batch:
 
 def _forward(trainer: Trainer, exported: Path, part: Part, outputs: Mapping[str, np.ndarray], threads: int | None) -> Check:
     plan = trainer.plan
-    session = open_session(str(exported), "the exported model", plan.target, threads)
+    session = open_session(str(exported), "the exported model", plan.target, plan.sessions.others, threads)
     feeds = {p.name: part.batch[key(p)] for p in plan.export.inputs}
     try:
         values = session.run([p.name for p in plan.export.outputs], feeds)
@@ -605,7 +605,9 @@ def _in_float64(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.nda
 
 
 def _in_runtime(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    session = open_session(_proto(model).SerializeToString(), "the graph", "")
+    from ortc.passes import SESSIONS
+
+    session = open_session(_proto(model).SerializeToString(), "the graph", "", SESSIONS.others)
     types = {i.name: i.type for i in session.get_inputs()}
     return session.run(None, {k: a.copy() for k, a in feeds.items() if k in types})  # a kernel may write to what it reads
 

@@ -29,6 +29,7 @@ from ortc.passes.pipeline import CleanUp, Decompose, Gradients, Lower, Prepare, 
 from ortc.passes.precision import CastToHalf
 from ortc.passes.quantization import PairQuantizers
 from ortc.passes.recompute import Recompute
+from ortc.passes.sessions import SESSIONS as SESSIONS
 from ortc.passes.stages import CutStages, SplitPhases
 
 # What `ortc rewrite` runs before a pass that it runs alone: the one form that all of them know.

@@ -107,13 +107,11 @@ class AddAdapters(Pass):
         chosen = c.recipe.lora
         if chosen is None:
             return
-        if c.part is not None:
-            raise RecipeError("lora: a stage that is compiled apart (--rank) cannot have adapters; compile the stages together")
         by_name = {v.name: v for v in c.graph.inputs}
         found = [(p, uses) for p in c.parameters if p.role == "parameter" and (uses := _uses(by_name[p.name]))]
         for glob in chosen.targets:
             if not any(_is_target(p, uses, [glob]) for p, uses in found):
-                raise RecipeError(
+                c.complain(
                     f"lora.targets: {glob!r} names no weight that {', '.join(FORMS)} reads, and no such node; `ortc inspect` "
                     "lists the weights"
                 )
@@ -122,6 +120,11 @@ class AddAdapters(Pass):
         made = []
         for info, uses in found:
             if _is_target(info, uses, chosen.targets):
+                if c.part is not None and info.name in {w.name for w in c.part.tied}:
+                    raise RecipeError(
+                        f"lora.targets: {info.name!r} is a weight of several stages, whose adapter they would share: name "
+                        "others, or compile the stages together (--stage-models)"
+                    )
                 weight = by_name[info.name]
                 left, right = _factors(c, op, info, uses[0])
                 adapter = AdapterInfo(

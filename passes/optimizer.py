@@ -25,7 +25,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ortc.compiler import Compilation, Pass, new_graph, of, role, set_role
+from ortc.compiler import INITIAL, Compilation, Pass, new_graph, of, role, set_role
 from ortc.errors import RecipeError
 from ortc.graph.builder import Builder
 from ortc.plan import AVERAGE, ParameterInfo
@@ -236,11 +236,13 @@ class State:
     now: dict[str, ir.Value] = field(default_factory=dict)
     new: dict[str, ir.Value] = field(default_factory=dict)
 
-    def __call__(self, slot: str, shape: Sequence[int] | None = None) -> ir.Value:
+    def __call__(self, slot: str, shape: Sequence[int] | None = None, initial: str | None = None) -> ir.Value:
         if slot not in self.now:
             value = _input(self.op, f"{self.parameter.name}.{slot}", self.parameter)
             value.shape = value.shape if shape is None else ir.Shape(shape)
             self.now[slot] = set_role(value, "state", of(self.parameter), slot)
+            if initial is not None:
+                value.metadata_props[INITIAL] = initial
         return self.now[slot]
 
     def update(self, slot: str, value: ir.Value) -> ir.Value:
@@ -456,7 +458,7 @@ def _average(op: Builder, updated: ir.Value, state: State, scalars: Scalars, dec
     """a += (1-d)·(p - a), and a = p after the first step (as PyTorch's swa_utils.AveragedModel has it)."""
     with scalars.shared():
         share = op.where(op.Equal(scalars.step, 1.0), 1, 1 - decay, like=scalars.step)
-    average = state(AVERAGE)
+    average = state(AVERAGE, initial="parameter")
     state.update(AVERAGE, average + scalars.number(share, updated) * (updated - average))
 
 
@@ -477,7 +479,7 @@ def _in_chunks(
         inside = State(inner, pieces[0])
         new = updated(inner, declared, c, info, pieces[0], pieces[1], inside, replace(scalars, op=inner))
         inner.give([new, *inside.new.values()])
-    states = [state(slot) for slot in inside.now]
+    states = [state(slot, initial=value.metadata_props.get(INITIAL)) for slot, value in inside.now.items()]
     made = [ir.Value(type=p.type, shape=p.shape) for _ in range(1 + len(inside.new))]
     op.Scan(p, g, *states, _outputs=made, body=inner.graph, num_scan_inputs=2 + len(states))
     for slot, value in zip(inside.new, made[1:], strict=True):

@@ -13,6 +13,7 @@ from gradcheck import TARGETS
 from ortc import Trainer
 from ortc.artifacts import compile
 from ortc.errors import RecipeError
+from ortc.plan import Plan
 from ortc.recipe import parse_recipe
 from ortc.runtime.run import run
 
@@ -143,13 +144,27 @@ def test_decays_that_are_none(tmp_path: Path):
         parse_recipe({"optimizer": {"ema": 1.0}})
 
 
+def starts(plan: Plan) -> dict[str | None, set[str | None]]:
+    """What the states of each slot are before there is one."""
+    found: dict[str | None, set[str | None]] = {}
+    for port in plan.stages[0].phases["optimizer"].inputs:
+        if port.role == "state":
+            found.setdefault(port.slot, set()).add(port.initial)
+    return found
+
+
+def test_the_plan_says_where_a_state_starts(tmp_path: Path):
+    assert starts(compiled(tmp_path / "s")) == {"exp_avg": {None}, "exp_avg_sq": {None}, "ema": {"parameter"}}
+
+
 def test_large_weights_are_averaged_in_chunks(tmp_path: Path):
     text = '<ir_version: 10, opset_import: ["": 17]>\nm (float[n,512] x) => (float[n,1024] y) { y = MatMul (x, w) }'
     model, random = onnx.parser.parse_model(text), np.random.default_rng(0)
     model.graph.initializer.append(onnx.numpy_helper.from_array(random.standard_normal((512, 1024)).astype(np.float32), "w"))
     onnx.save(model, tmp_path / "m.onnx")
     recipe = {"optimizer": {"ema": 0.8}, "loss": [{"name": "mse"}], "target": TARGETS[-1].name}
-    compile(tmp_path / "m.onnx", tmp_path / "s", parse_recipe(recipe))
+    plan = compile(tmp_path / "m.onnx", tmp_path / "s", parse_recipe(recipe))
+    assert starts(plan)["ema"] == {"parameter"}
     optimizer = onnx.load(tmp_path / "s" / "stage-0" / "optimizer.onnx")
     assert "Scan" in {n.op_type for n in optimizer.graph.node}, "large enough for the test"
     shapes = {"x": (2, 512), "labels": (2, 1024)}

@@ -82,8 +82,8 @@ def work(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("examples")
     with zipfile.ZipFile(TRAIN_DATA) as archive:
         archive.extractall(folder / "digits")
-    # Dropout, batch norm, a schedule with a warm-up, and clipping, which the first steps need: their gradients' norm is 15.
-    options = ["--lr", "1e-3", "--warmup", "5", "--clip-norm", "5"]
+    # Dropout, batch norm, a warm-up, averages, and clipping, which the first steps need: the norm of their gradients is 15.
+    options = ["--lr", "1e-3", "--warmup", "5", "--clip-norm", "5", "--ema", "0.9"]
     ortc(folder, "compile", MODEL, "-o", "stages", "--recipe", RECIPE, "--target", "onnxruntime", *options)
     (folder / "batches.py").write_text(
         "import numpy as np\n"

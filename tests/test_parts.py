@@ -388,6 +388,42 @@ def test_shards_of_a_tied_weight_agree_apart(tmp_path):
     assert losses[-1][0] < losses[0][0]
 
 
+def test_adapters_apart(tmp_path):
+    """In one stage only, in the other there is no such weight: trained and exported, merged and apart, as together."""
+    name = "gpt2_eager.legacy"
+    paths = surgeon(name, [crossing(name, 0.5)], tmp_path)
+    target = next(f"*{n.name.split('/')[-1]}" for n in onnx.load(paths[1]).graph.initializer if len(n.dims) == 2)
+    fields = {"loss": [{"name": "cross_entropy", "output": INDEX[name]["output"]}], "pipeline": {"micro_batches": 2}}
+    fields |= {"lora": {"rank": 2, "targets": [target]}, "passes": {"off": FUSIONS}}
+    plan = compile_stages(paths, tmp_path / "together", recipe(**fields))
+    assert {s.index for s in plan.stages for n in s.parameters if "lora" in n} == {1}
+    folder = apart(paths, tmp_path, recipe(**fields))
+    with Trainer(tmp_path / "together") as together, Trainer(folder) as joined:
+        assert joined.plan.adapters == plan.adapters
+        losses = [(together.step(batch_of(name)).loss, joined.step(batch_of(name)).loss) for _ in range(3)]
+        assert all(a == b for a, b in losses)
+        for which, trainer in (("together", together), ("joined", joined)):
+            trainer.export(tmp_path / f"{which}.onnx")
+            trainer.export(tmp_path / f"{which}-base.onnx", adapters=tmp_path / f"{which}.onnx_adapter")
+    assert (tmp_path / "joined.onnx_adapter").read_bytes() == (tmp_path / "together.onnx_adapter").read_bytes()
+    assert losses[-1][0] < losses[0][0]
+
+
+def test_adapters_that_apart_cannot_have(tmp_path):
+    """Of a weight that two stages share; and a name that no stage has is told by `ortc join`."""
+    name = "tied.legacy"
+    paths = surgeon(name, [crossing(name, 0.5)], tmp_path)
+    boundary = describe(Stages(paths))
+    [tied] = [w.name for w in boundary.weights if w.tied]
+    fields = {"loss": [{"name": "cross_entropy", "output": INDEX[name]["output"]}]}
+    with pytest.raises(RecipeError, match=r"is a weight of several stages.*--stage-models"):
+        compile_part(paths[:1], tmp_path / "t", boundary, 0, recipe(**fields, lora={"targets": [tied]}))
+    for rank, path in enumerate(paths):
+        compile_part([path], tmp_path / f"p{rank}", boundary, rank, recipe(**fields, lora={"targets": ["nowhere"]}))
+    with pytest.raises(RecipeError, match=r"lora.targets: 'nowhere' names no weight"):
+        join_parts([tmp_path / "p0", tmp_path / "p1"], tmp_path / "nothing")
+
+
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_half_precision_apart(precision, tmp_path):
     """What the boundary describes stays float32; inside each stage products are half."""

@@ -24,6 +24,7 @@ from ortc.artifacts import compiled_graphs
 from ortc.compiler import of, role
 from ortc.errors import ModelError, RecipeError
 from ortc.grad import STEP, difference
+from ortc.passes import SESSIONS
 from ortc.passes.reference import evaluator, widened
 from ortc.recipe import LossTerm, Recipe
 from ortc.runtime.stage import open_session
@@ -74,7 +75,7 @@ def forward(drawn: Drawn) -> float | None:
 
 def in_runtime(graph: onnx.ModelProto, names: Mapping[str, str], arrays: Arrays, target: str) -> dict[str, np.ndarray]:
     """Gradients and the loss by ONNX Runtime."""
-    session = open_session(graph.SerializeToString(), "train", target, threads=1)
+    session = open_session(graph.SerializeToString(), "train", target, SESSIONS.others, threads=1)
     outputs = [v.name for v in session.get_outputs()]
     found = zip(outputs, session.run(None, {v.name: arrays[v.name] for v in session.get_inputs()}), strict=True)
     return {names.get(n, n): np.asarray(y) for n, y in found}

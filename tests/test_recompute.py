@@ -16,10 +16,11 @@ from ortc.artifacts import compile
 from ortc.errors import RecipeError
 from ortc.graph import recompute
 from ortc.graph.recompute import Node, Training, best, fit, follow, least, minimum_cut, order, repeated_layers
+from ortc.passes import SESSIONS
 from ortc.plan import Plan
 from ortc.recipe import parse_recipe
 from ortc.runtime.batch import synthetic_batch
-from ortc.runtime.stage import _DISABLED, _MOVING, _ROUNDING, import_onnxruntime
+from ortc.runtime.stage import import_onnxruntime
 
 DATA = Path(__file__).parent / "data" / "models"
 GPT = Path(__file__).parent.parent / "bench" / "data" / "gpt.onnx"
@@ -127,7 +128,7 @@ def test_onnx_runtime_keeps_clones_and_order(tmp_path: Path) -> None:
     options.log_severity_level = 4
     options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
-    disabled = [*_DISABLED, *_MOVING, *_ROUNDING]
+    disabled = SESSIONS.training.disabled_optimizers
     ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled)
     again = plan.stages[0].recomputed
     assert again is not None

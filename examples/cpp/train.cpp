@@ -25,13 +25,24 @@ bool is_kept(const string& role) { return role == "parameter" || role == "buffer
 
 using Made = std::vector<std::pair<const Json*, Ort::Value>>;
 
+// How a session computes what was compiled. The C API has no option for the order of nodes, which is about memory alone.
+Ort::SessionOptions session_options(const Json& how) {
+  Ort::SessionOptions options;
+  for (const auto& [name, value] : how["config_entries"].fields) options.AddConfigEntry(name.c_str(), value.text.c_str());
+  string disabled;
+  for (const Json& name : how["disabled_optimizers"].items) disabled += (disabled.empty() ? "" : ";") + name.text;
+  options.AddConfigEntry("optimization.disable_specified_optimizers", disabled.c_str());
+  if (how["reuse_memory"].text == "false") options.DisableMemPattern();
+  return options;
+}
+
 // One graph of the plan, and its session.
 struct Phase {
   const Json& graph;
   Ort::Session session;
 
-  Phase(Ort::Env& env, const string& folder, const Json& graph_)
-      : graph(graph_), session(env, (folder + "/" + graph["file"].text).c_str(), Ort::SessionOptions()) {}
+  Phase(Ort::Env& env, const string& folder, const Json& graph_, const Json& how)
+      : graph(graph_), session(env, (folder + "/" + graph["file"].text).c_str(), session_options(how)) {}
 
   // `in_place`: what takes the place of a kept value is written into its memory.
   Made run(Tensors& values, const Tensors& given, const std::map<string, double>& scalars, bool in_place) {
@@ -83,13 +94,16 @@ int main(int argc, char** argv) try {
     throw std::runtime_error("this loop trains a plan of version 1 with one stage");
   Ort::Env env;
   const Json& phases = plan["stages"].items[0]["phases"];
-  Phase train(env, folder, phases["train"]), optimizer(env, folder, phases["optimizer"]);
+  const Json& how = plan["sessions"];
+  Phase train(env, folder, phases["train"], how["training"]), optimizer(env, folder, phases["optimizer"], how["others"]);
 
   Tensors values;  // parameters, buffers and states
   int64_t step = load(argc > 5 ? argv[5] : folder + "/" + plan["checkpoint"].text + "/step-0/parameters.safetensors", values);
   for (const Json& port : optimizer.graph["inputs"].items)
-    if (port["role"].text == "state" && !values.count(key(port)))  // not in the file: it starts at zero
-      values.emplace(key(port), tensor(find_type(port["dtype"].text), port["shape"].numbers()));
+    if (port["role"].text == "state" && !values.count(key(port))) {  // not in the file
+      const void* start = port["initial"].text == "parameter" ? values.at(port["of"].text).GetTensorRawData() : nullptr;
+      values.emplace(key(port), tensor(find_type(port["dtype"].text), port["shape"].numbers(), start));
+    }
   std::map<string, Npy> data;
   for (const Json& port : train.graph["inputs"].items)
     if (port["role"].text == "data" || port["role"].text == "label")

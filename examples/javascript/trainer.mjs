@@ -16,8 +16,10 @@ export class Trainer {
     const plan = JSON.parse(new TextDecoder().decode(await read("plan.json")));
     if (plan.version !== 1 || plan.stages.length !== 1) throw new Error("this loop trains a plan of version 1 with one stage");
     Object.assign(trainer, { ort, plan, phases: plan.stages[0].phases, sessions: {}, step: 0 });
-    for (const name of ["train", "eval", "optimizer"])
-      trainer.sessions[name] = await ort.InferenceSession.create(await read(trainer.phases[name].file));
+    for (const name of ["train", "eval", "optimizer"]) {
+      const options = sessionOptions(name === "train" ? plan.sessions.training : plan.sessions.others);
+      trainer.sessions[name] = await ort.InferenceSession.create(await read(trainer.phases[name].file), options);
+    }
     trainer.load(checkpoint ?? (await read(`${plan.checkpoint}/step-0/parameters.safetensors`)));
     return trainer;
   }
@@ -27,8 +29,9 @@ export class Trainer {
     const { tensors, metadata } = readSafetensors(this.ort, bytes);
     this.values = tensors;
     this.step = Number(metadata.step ?? 0);
-    for (const port of this.phases.optimizer.inputs) // states that the file has not start at zero
-      if (port.role === "state") this.values[key(port)] ??= zeros(this.ort, port);
+    for (const port of this.phases.optimizer.inputs) // states that the file has not
+      if (port.role === "state")
+        this.values[key(port)] ??= port.initial === "parameter" ? copy(this.ort, this.values[port.of], port) : zeros(this.ort, port);
   }
 
   /** A checkpoint that `load` takes, and `ortc run --restore` and `ortc export --restore`. */
@@ -84,6 +87,21 @@ export class Trainer {
 
 function zeros(ort, { dtype, shape }) {
   return new ort.Tensor(dtype, new ARRAYS[dtype](shape.reduce((a, b) => a * b, 1)), shape);
+}
+
+function copy(ort, { type, data }, { shape }) {
+  return new ort.Tensor(type, data.slice(), shape);
+}
+
+/** How a session computes what was compiled. Its package has no option for the order of nodes, which is about memory alone. */
+function sessionOptions({ config_entries, disabled_optimizers, reuse_memory }) {
+  const entries = { ...config_entries, "optimization.disable_specified_optimizers": disabled_optimizers.join(";") };
+  const extra = {};
+  for (const [name, value] of Object.entries(entries)) {
+    const [group, option] = name.split(".");
+    (extra[group] ??= {})[option] = value;
+  }
+  return { enableMemPattern: reuse_memory, extra };
 }
 
 function scalar(ort, { dtype }, number) {

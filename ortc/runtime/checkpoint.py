@@ -39,8 +39,9 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortc.errors import CheckpointError
-from ortc.plan import AVERAGE, ParameterInfo, Plan
+from ortc.plan import ParameterInfo, Plan
 from ortc.runtime.batch import numpy_type
 from ortc.runtime.messages import tell
 from ortc.runtime.stage import StateKey
@@ -131,6 +132,28 @@ def save(root: Path, plan: Plan, progress: Progress, worker: Worker, *, keep: in
     if world.rank == 0:
         _forget_old(root, keep, best_step(progress.settings))
     return target
+
+
+def check_shared(root: Path, world: Transport) -> None:
+    """Check that all ranks see one folder of checkpoints, before they train for one. All ranks call it together.
+
+    Raises:
+        CheckpointError: on every rank, if one sees another, or it cannot be written.
+    """
+    if world.size == 1:
+        return
+    name = world.broadcast_object(f".step-{secrets.token_hex(8)}.new" if world.rank == 0 else None)
+    _tell_all(world, root, (lambda: _begin(root, root / name)) if world.rank == 0 else None)
+    told = world.gather_object((root / name).is_dir())
+    blind = None if told is None else [rank for rank, sees in enumerate(told) if not sees]
+    if world.rank == 0:
+        shutil.rmtree(root / name, ignore_errors=True)
+    blind = world.broadcast_object(blind)
+    if blind:
+        raise CheckpointError(
+            f"rank {blind[0]} has another folder {root} than rank 0: checkpoints are written by all ranks, so that folder "
+            "must be on a disk that they share (it may be a link to one)"
+        )
 
 
 def save_arrays(
@@ -330,7 +353,7 @@ def restore(root: Path, plan: Plan, which: str | Path, worker: Worker) -> tuple[
         plan: whose checkpoint it must be; how it was divided into stages and replicas does not matter.
         which: ``latest``, ``best``, ``none`` (the initial one), or the path of one. A damaged latest one is told on stderr and
             passed over.
-        worker: its parameters, buffers and states are filled; states with zeros where the checkpoint has none.
+        worker: its parameters, buffers and states are filled; states that the checkpoint lacks with zeros, or as the plan says.
 
     Returns:
         The folder that was read, and where the run was.
@@ -351,7 +374,8 @@ def restore(root: Path, plan: Plan, which: str | Path, worker: Worker) -> tuple[
     folder = Path(chosen["folder"])
     index = _index_of_file(folder, plan) if _is_file(folder) else read_index(folder)
     for stage in worker.stages.values():
-        _load(folder.parent if _is_file(folder) else folder, index, stage.values, stage.states, quiet=world.rank != 0)
+        place = folder.parent if _is_file(folder) else folder
+        _load(place, index, stage.values, stage.states, stage.from_parameters, quiet=world.rank != 0)
     return folder, _progress(index)
 
 
@@ -515,17 +539,18 @@ def _load(
     index: dict[str, Any],
     values: Mapping[str, np.ndarray],
     states: Mapping[StateKey, np.ndarray],
+    from_parameters: Collection[StateKey] = (),
     quiet: bool = False,
 ) -> None:
     _read(folder, [(index["parameters"][name]["file"], name, a, f"{name!r} in {folder}") for name, a in values.items()])
     saved = {(name, slot): entry["file"] for name, slots in index["optimizer"].items() for slot, entry in slots.items()}
     missing = sorted(k for k in states if k not in saved)
-    zeroed = [k for k in missing if k[1] != AVERAGE]
+    zeroed = [k for k in missing if k not in from_parameters]
     if saved and zeroed and not quiet:
         name, slot = zeroed[0]
         tell(f"warning: {folder} lacks {len(zeroed)} optimizer states, such as {slot!r} of {name!r}; they start at zero")
     for k in missing:
-        if k[1] == AVERAGE:
+        if k in from_parameters:
             states[k][...] = values[k[0]]
         elif states[k].any():  # zeros that were never written to take no memory
             states[k][...] = 0

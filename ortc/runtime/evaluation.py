@@ -138,7 +138,7 @@ def _of_file(plan: Plan, path: Path, threads: int | None) -> list[Metric]:
     makes of a batch, a scalar or a value per sample, is averaged over the samples."""
     if not path.is_file():
         raise OrtcError(f"there is no metric {path}")
-    session = open_session(str(path), f"the metric {path}", plan.target, threads)
+    session = open_session(str(path), f"the metric {path}", plan.target, plan.sessions.others, threads)
     ports = [p for s in plan.stages for g in s.phases.values() for p in (*g.inputs, *g.outputs)]
     known = dict.fromkeys(key(p) for p in ports if p.role in ("data", "label", "output"))
     reads = [i.name for i in session.get_inputs()]

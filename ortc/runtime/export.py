@@ -130,7 +130,7 @@ def exported_loss(plan: Plan, folder: Path, model: Path, graph: GraphFile, batch
 def _run(
     model: str | bytes, name: str, plan: Plan, graph: GraphFile, feeds: Mapping[str, np.ndarray], threads: int | None
 ) -> dict[str, np.ndarray]:
-    session = open_session(model, name, plan.target, threads)
+    session = open_session(model, name, plan.target, plan.sessions.others, threads)
     try:
         values = session.run([p.name for p in graph.outputs], {p.name: feeds[key(p)] for p in graph.inputs})
     except Exception as error:

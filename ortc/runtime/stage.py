@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortc.errors import DataError, OrtcError, PlanError
-from ortc.plan import AVERAGE, GraphFile, ParameterInfo, Plan, Port
+from ortc.plan import AVERAGE, GraphFile, ParameterInfo, Plan, Port, Session
 from ortc.plan import Stage as StagePlan
 from ortc.runtime.batch import ALIGNMENT, Batch, aligned_zeros, key, numpy_type
 from ortc.runtime.engine import Engine, Trace, end_trace
@@ -49,52 +49,24 @@ def import_onnxruntime() -> Any:
 
 DEFAULT_ENGINE = Engine()
 
-_DISABLED = ["CommonSubexpressionElimination", "NoopElimination"]
-
-# In training the nodes run in the order that the compiler gave them: ONNX Runtime runs a node that it makes itself after all
-# that could run instead, which keeps whole layers alive.
-_MOVING = ["GatherSliceToSplitFusion", "GatherToSliceFusion", "MatmulTransposeFusion"]
-
-# They round otherwise than the nodes they stand for (or sum in another order), and which nodes they take depends on who reads
-# what lies between: a value that the backward reads in one compilation, and computes again in another, would decide the last
-# bits of a gradient.
-_ROUNDING = [
-    *("TransposeOptimizer", "TransposeOptimizer_CPUExecutionProvider"),
-    *(
-        "MatMulAddFusion",
-        "MatMulScaleFusion",
-        "MatMulActivationFusion",
-        "GemmActivationFusion",
-        "GemmSumFusion",
-        "DivMulFusion",
-    ),
-    *("GeluFusion", "FastGeluFusion", "QuickGeluFusion", "BiasGeluFusion", "BiasSoftmaxFusion", "BiasSoftmaxDropoutFusion"),
-    *("LayerNormFusion", "SimplifiedLayerNormFusion", "SkipLayerNormFusion", "EmbedLayerNormFusion", "AttentionFusion"),
-    *("ConvActivationFusion", "ConvAddActivationFusion", "ConvAddFusion", "ConvMulFusion"),
-]
-
 
 def open_session(
     model: str | bytes,
     name: str,
     target: str,
+    session: Session,
     threads: int | None = None,
     engine: Engine = DEFAULT_ENGINE,
-    *,
-    exact: bool = False,
 ) -> onnxruntime.InferenceSession:
-    """Open a graph with the options that training needs.
-
-    The compiler decides the order of the nodes, and recomputed values must not be merged back into the originals. The search
-    for factors that are 1 reads beyond constants with a size of 0 (ONNX Runtime 1.19.2): it gives wrong shapes, or crashes.
+    """Open a graph as the plan says.
 
     Args:
         model: path or bytes of the ONNX file.
         name: what to call it in an error.
         target: the plan's target.
+        session: how it is opened.
         threads: of one operator; None for all cores.
-        engine: what else the session is opened with.
-        exact: as the graph is written, in its order and to the last bit, with little memory.
+        engine: what else the session is opened with, by the user's wish.
 
     Raises:
         OrtcError: if the installed build cannot open it.
@@ -102,23 +74,18 @@ def open_session(
     ort = import_onnxruntime()
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors arrive as exceptions
-    options.use_deterministic_compute = True
-    # Quantised products would be computed in integers, some of which saturate: what trains is to see what it trains for.
-    options.add_session_config_entry("session.disable_quant_qdq", "1")
+    options.use_deterministic_compute = session.deterministic
+    for entry, value in session.config_entries.items():
+        options.add_session_config_entry(entry, value)
+    options.enable_mem_reuse = options.enable_mem_pattern = session.reuse_memory
     if threads is not None:
         options.intra_op_num_threads = threads
     if hasattr(ort, "ExecutionOrder"):
-        options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
-    if exact:
-        # A reused buffer is held from its first value to its last, a pattern is memory beside what it replaces: both need more
-        # than the most that is alive at a time.
-        options.enable_mem_reuse = False
-        options.enable_mem_pattern = False
+        options.execution_order = getattr(ort.ExecutionOrder, session.execution_order.upper())
     engine.apply(options, re.sub(r"\W+", "-", name))
     providers = [(provider, dict(given)) for provider, given in engine.providers]
-    disabled = [*_DISABLED, *_MOVING, *_ROUNDING] if exact else _DISABLED
     try:
-        return ort.InferenceSession(model, options, providers=providers, disabled_optimizers=disabled)
+        return ort.InferenceSession(model, options, providers=providers, disabled_optimizers=session.disabled_optimizers)
     except Exception as error:
         hint = ""
         if target == "ort-training":
@@ -153,7 +120,7 @@ class Phase:
 
     Args:
         folder, graph: the output folder, and its graph.
-        target, threads, engine, exact: as for :func:`open_session`.
+        target, session, threads, engine: as for :func:`open_session`.
         fetch: values of the graph that are outputs too, in each run.
 
     Attributes:
@@ -165,15 +132,14 @@ class Phase:
         folder: Path,
         graph: GraphFile,
         target: str,
+        session: Session,
         threads: int | None,
         engine: Engine = DEFAULT_ENGINE,
         fetch: Sequence[str] = (),
-        *,
-        exact: bool,
     ) -> None:
         self.graph = graph
         model = with_outputs(read_graph(folder, graph), fetch)
-        self.session = open_session(model, str(folder / graph.file), target, threads, engine, exact=exact)
+        self.session = open_session(model, str(folder / graph.file), target, session, threads, engine)
         self.binding = self.session.io_binding()
         self._value = import_onnxruntime().OrtValue.ortvalue_from_numpy
         self.loose = [p for p in graph.inputs if p.role in LOOSE]
@@ -291,6 +257,7 @@ class Stage:
         values: parameters and buffers by the model's names.
         own: the parameters that this replica updates: all that train, or its shard of them.
         states: optimizer states of those by (parameter, slot).
+        from_parameters: which of them are the parameter's value where there is none yet; the others are zero.
         gradients: by parameter, of the micro-batches since :meth:`begin`.
         loss_scale: what the gradients are multiplied with, if the graphs ask for it.
         trained, reduced: the memory of the trained values and of their gradients.
@@ -331,6 +298,7 @@ class Stage:
             _state_key(p): _zeros(p).reshape(infos[key(p)].shape if p.shape == chunked[key(p)] else p.shape)  # type: ignore[arg-type]
             for p in state_ports
         }
+        self.from_parameters = frozenset(_state_key(p) for p in state_ports if p.initial == "parameter")
         self.input_gradients: dict[str, dict[int, np.ndarray]] = {}
         self.loss = 0.0
         self.loss_scale = 1.0
@@ -485,7 +453,8 @@ class Stage:
         nodes = nodes_of(read_graph(self.folder, graph))
         outputs = {p.name for p in graph.outputs}
         every = [name for node in nodes for name in node.outputs if name not in outputs]
-        phase = Phase(self.folder, graph, self.plan.target, self.threads, self.engine, every, exact=True)
+        session = self.plan.sessions.training
+        phase = Phase(self.folder, graph, self.plan.target, session, self.threads, self.engine, every)
         self._bind("train", phase)
         self.begin()
         for part in parts:
@@ -545,8 +514,8 @@ class Stage:
                 outputs = {p.name for p in graph.outputs}
                 made = (v for node in nodes_of(read_graph(self.folder, graph)) for v in node.outputs)
                 fetch = [v for v in made if v in self.fetch and v not in outputs]
-            exact = name in TRAINING
-            phase = Phase(self.folder, graph, self.plan.target, self.threads, self.engine, fetch, exact=exact)
+            session = self.plan.sessions.training if name in TRAINING else self.plan.sessions.others
+            phase = Phase(self.folder, graph, self.plan.target, session, self.threads, self.engine, fetch)
             self._bind(name, phase)
             self._phases[name] = phase
         return self._phases[name]

@@ -119,6 +119,7 @@ class Trainer:
         try:
             if exclusive:
                 self._take_lock()
+                self._team.each(lambda w: checkpoint.check_shared(self._checkpoints, w.world))
             if self._fetch:
                 self._team.each(lambda w: w.fetch(self._fetch))
             found = self._team.each(lambda w: checkpoint.restore(self._checkpoints, self.plan, restore, w))

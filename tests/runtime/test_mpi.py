@@ -215,6 +215,24 @@ def test_another_version_on_one_rank_is_told_before_the_first_step(data: Path, t
     assert "step" not in out
 
 
+def test_folders_that_are_not_shared_are_told_before_the_first_step(data: Path, tmp_path: Path):
+    """As on two machines with disks of their own; with a link to one folder of checkpoints they train."""
+    a = compiled(tmp_path / "a", {"stages": 2, "micro_batches": 4})
+    b = compiled(tmp_path / "b", {"stages": 2, "micro_batches": 4})
+    lines = [command(folder, data, "--steps", 1) for folder in (a, b)]
+    code, out, err = together(*lines)
+    assert code != 0
+    assert err.count("rank 1 has another folder") == 1, err
+    assert "step" not in out
+    for folder in (a, b):
+        (folder / "checkpoint").rename(tmp_path / f"shared-{folder.name}")
+        (folder / "checkpoint").symlink_to(tmp_path / "shared-a")
+    (b / "stage-0").rename(tmp_path / "rank 1 needs only its own stage")
+    code, _, err = together(*lines)
+    assert code == 0, err
+    assert sorted(p.name for p in (tmp_path / "shared-a").iterdir()) == ["step-0", "step-1"]
+
+
 def test_another_models_checkpoint_is_told_once(data: Path, tmp_path: Path):
     folder = compiled(tmp_path / "a", {"stages": 2, "micro_batches": 4})
     recipe = parse_recipe({"loss": [{"name": "cross_entropy"}]})

@@ -13,7 +13,7 @@ import tiny
 from onnx.reference import ReferenceEvaluator
 
 from ortc.errors import DataError, NotFiniteError, OrtcError, PlanError
-from ortc.plan import Plan, Port, dump_plan, load_plan
+from ortc.plan import Plan, Port, Sessions, dump_plan, load_plan
 from ortc.runtime.trainer import Trainer
 
 
@@ -213,6 +213,26 @@ def test_nothing_trains_without_an_optimizer(tmp_path: Path):
     (tmp_path / "f" / "plan.json").write_text(dump_plan(Plan.model_validate(data)), encoding="utf-8")
     with Trainer(tmp_path / "f") as trainer, pytest.raises(OrtcError, match="none of the model's parameters trains"):
         trainer.step(tiny.data())
+
+
+def test_sessions_are_opened_as_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """And no other option of a plan's reaches ONNX Runtime: the plan's schema has those alone."""
+    import onnxruntime
+
+    plan = tiny.make_folder(tmp_path / "f")
+    training = {"reuse_memory": False, "disabled_optimizers": ["NoopElimination"], "execution_order": "priority_based"}
+    changed = plan.model_copy(update={"sessions": Sessions.model_validate({"training": training, "others": {}})})
+    (tmp_path / "f" / "plan.json").write_text(dump_plan(changed), encoding="utf-8")
+    opened, real = {}, onnxruntime.InferenceSession
+
+    def spy(model, options, **given):
+        opened[len(opened)] = (options.enable_mem_reuse, options.execution_order.name, given["disabled_optimizers"])
+        return real(model, options, **given)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", spy)
+    with Trainer(tmp_path / "f") as trainer:
+        trainer.step(tiny.data())
+    assert list(opened.values()) == [(False, "PRIORITY_BASED", ["NoopElimination"]), (True, "DEFAULT", [])]
 
 
 def test_only_one_run_at_a_time(tmp_path: Path):

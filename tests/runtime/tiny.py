@@ -18,7 +18,7 @@ from onnx import TensorProto as T
 from onnx import helper as h
 from safetensors.numpy import save_file
 
-from ortc.plan import GraphFile, LossInfo, ParameterInfo, Plan, Port, Stage, dump_plan, fingerprint
+from ortc.plan import GraphFile, LossInfo, ParameterInfo, Plan, Port, Sessions, Stage, dump_plan, fingerprint
 from ortc.recipe import LearningRate, Recipe
 from ortc.runtime.checkpoint import write_index
 
@@ -112,6 +112,7 @@ def make_folder(
             )
         ],
         stages=[Stage(index=0, parameters=list(initial), phases=phases)],
+        sessions=Sessions(),
         export=_write_template(folder, buffer, x, output),
         criterion=_write(folder, "criterion.onnx", _loss(), [output, y], [total]),
     )
