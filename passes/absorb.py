@@ -112,7 +112,8 @@ class _Transposes:
         perm = None if transpose is None or transpose.graph is not node.graph else _permutation(transpose)
         if perm is None or len(perm) < 2 or transpose is None or value.dtype not in _PRODUCTS[node_key(node)]:
             return value, False
-        if (rank(node.inputs[1 - position]) or 0) < 2 or any(node.attributes.get_int(f"transBatch{x}", 0) for x in "AB"):
+        other = node.inputs[1 - position]
+        if other is None or (rank(other) or 0) < 2 or any(node.attributes.get_int(f"transBatch{x}", 0) for x in "AB"):
             return value, False
         source = transpose.inputs[0]
         assert source is not None
@@ -138,7 +139,7 @@ def _permutation(node: ir.Node) -> list[int] | None:
     given = node.attributes.get_ints("perm", None)
     if given is not None:
         return list(given)
-    r = rank(node.inputs[0])
+    r = None if node.inputs[0] is None else rank(node.inputs[0])
     return None if r is None else list(reversed(range(r)))
 
 
