@@ -21,6 +21,7 @@ from ortc.errors import CheckpointError, OrtcError
 from ortc.graph.shapes import dims, type_name
 from ortc.match import Matching, attribute_key, match_graphs
 from ortc.plan import GraphFile, Plan, load_plan
+from ortc.runtime.checkpoint import read_index
 from ortc.source import load_model, read_model, read_safetensors_header
 
 Kind = Literal["-", "+", "~"]
@@ -421,17 +422,29 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _checkpoints(a: Path, b: Path) -> Iterator[Change]:
     """The initial weights."""
-    ours, theirs = (_Weights(root / "step-0" / "parameters.safetensors") for root in (a, b))
-    for name in dict.fromkeys([*ours.entries, *theirs.entries]):
-        if name not in ours.entries or name not in theirs.entries:
-            held = ours if name in ours.entries else theirs
-            yield Change("-" if held is ours else "+", "weight", name, held.described(name))
-        elif ours.described(name) != theirs.described(name):
-            yield Change("~", "weight", name, details=(f"{ours.described(name)} -> {theirs.described(name)}",))
-        elif ours.bytes(name) != theirs.bytes(name):
-            arrays = ours.array(name), theirs.array(name)
+    ours, theirs = (_held(root / "step-0") for root in (a, b))
+    for name in dict.fromkeys([*ours, *theirs]):
+        if name not in ours or name not in theirs:
+            held = ours if name in ours else theirs
+            yield Change("-" if held is ours else "+", "weight", name, held[name].described(name))
+            continue
+        mine, other = ours[name], theirs[name]
+        if mine.described(name) != other.described(name):
+            yield Change("~", "weight", name, details=(f"{mine.described(name)} -> {other.described(name)}",))
+        elif mine.bytes(name) != other.bytes(name):
+            arrays = mine.array(name), other.array(name)
             how = "other elements" if arrays[0] is None or arrays[1] is None else array_details(arrays[0], arrays[1])
-            yield Change("~", "weight", name, details=(f"{ours.described(name)}: {how}",))
+            yield Change("~", "weight", name, details=(f"{mine.described(name)}: {how}",))
+
+
+def _held(folder: Path) -> dict[str, _Weights]:
+    """The file that holds each weight: of several ranks, or of stages that were joined, there is more than one."""
+    places = {name: entry["file"] for name, entry in read_index(folder)["parameters"].items()}
+    files = {file: _Weights(folder / file) for file in dict.fromkeys(places.values())}
+    for name, file in places.items():
+        if name not in files[file].entries:
+            raise CheckpointError(f"{folder / file} has no {name!r}, which the index says is there; compile again")
+    return {name: files[file] for name, file in places.items()}
 
 
 _NUMPY = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1", "U8": "u1", "BOOL": "?"}

@@ -14,6 +14,7 @@ from test_joining import FIRST, INDEX, MODELS, SECOND, batch_of, crossing, save,
 
 from ortc.artifacts import compile, compile_stages
 from ortc.boundary import dump_boundary, load_boundary, parse_boundary, parse_connections
+from ortc.diff import diff
 from ortc.errors import ModelError, OrtcError, PlanError, RecipeError
 from ortc.parts import compile_part, join_parts
 from ortc.passes import standard
@@ -77,6 +78,9 @@ def test_apart_is_what_together_is_bit_for_bit(tmp_path):
     plan = compile_stages(paths, tmp_path / "together", recipe(**fields))
     folder = apart(paths, tmp_path, recipe(**fields))
     assert json.loads((folder / "plan.json").read_text())["fingerprint"] == plan.fingerprint
+    assert not diff(folder, folder)  # whose weights lie in a file for each part
+    changes = diff(tmp_path / "together", folder).files.get("checkpoint/step-0", [])
+    assert not changes, "the initial weights"
     with Trainer(tmp_path / "together") as together, Trainer(folder) as joined:
         for _ in range(3):
             assert together.step(batch_of(name)).loss == joined.step(batch_of(name)).loss
