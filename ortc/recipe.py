@@ -53,6 +53,12 @@ class Optimizer(_Table):
         lt=1,
         description="keep an average of the weights, decaying so much a step, which is evaluated and exported",
     )
+    fuse: bool = Field(
+        False,
+        description="update each parameter within the training graph, as soon as its gradient exists, so that the gradients "
+        "never all live at once; of one stage, replica and micro-batch, without max_norm and a scale of the loss. A step "
+        "cannot be taken back then: one whose loss is not finite ends the run",
+    )
     decay_all: bool = Field(False, description="also decay biases and norms (parameters with fewer than two dimensions)")
 
 

@@ -17,6 +17,7 @@ from ortc.passes.fusion import (
     FuseSoftmaxDropout,
     ScoresOfAttention,
 )
+from ortc.passes.fused_update import FuseUpdate
 from ortc.passes.gelu import FuseGelu
 from ortc.passes.lora import AddAdapters
 from ortc.passes.loss import AttachLoss
@@ -65,6 +66,7 @@ def standard() -> list[Pass]:
         Lower(),
         CleanUp(),
         Recompute(),
+        FuseUpdate(),
         Order(),
         SplitPhases(),
         PredictMemory(),
