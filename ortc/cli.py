@@ -93,7 +93,7 @@ def compile_(
     clip_value: Annotated[float | None, typer.Option(help="clip every element of the gradients to this size")] = None,
     fuse_update: Annotated[
         bool,
-        typer.Option("--fuse-update", help="update each weight as soon as its gradient exists: less memory, no step taken back"),
+        typer.Option("--fuse-update", help="update each weight as its gradient comes: less memory; no step can be undone"),
     ] = False,
     precision: Annotated[str | None, typer.Option(metavar="fp32|fp16|bf16", help="type of products; weights stay fp32")] = None,
     gelu: Gelu = None,
@@ -165,7 +165,8 @@ def compile_(
     chosen = build_recipe(
         recipe, loss=loss, train=train, freeze=freeze, wrt=wrt, batch_norm=batch_norm, lora=lora, optimizer=optimizer,
         lr=lr, schedule=schedule, warmup=warmup, seed=seed, target=target, ema=ema, clip_norm=clip_norm,
-        clip_value=clip_value, fuse=fuse_update or None, precision=precision, loss_scale=loss_scale, gelu=gelu, without=without, with_=with_,
+        clip_value=clip_value, fuse=fuse_update or None, precision=precision, loss_scale=loss_scale, gelu=gelu,
+        without=without, with_=with_,
         recompute={"nodes": recompute, "budget": None if memory_budget is None else parse_bytes(memory_budget)},
         artifacts=artifacts,
         pipeline={
@@ -833,8 +834,9 @@ def describe_plan(plan: Plan, output: Path) -> str:
         lines.append(f"  loss        {loss.name} of output {loss.output!r}{target}: {loss.chosen} (--loss changes it)")
     lines.append(f"  parameters  {len(trained)} train, {count:,} of {held:,} values (`ortc inspect {folder}` lists them)")
     rate = plan.recipe.learning_rate
+    fused = " in the training graph" if plan.fused else ""
     lines.append(
-        f"  optimizer   {plan.recipe.optimizer.name}, learning rate {rate.base:g}, {rate.schedule} (--optimizer, --lr)"
+        f"  optimizer   {plan.recipe.optimizer.name}{fused}, learning rate {rate.base:g}, {rate.schedule} (--optimizer, --lr)"
     )
     lines += gelu_lines(plan) + summarise_rewrites(plan.rewrites)
     pipeline = plan.recipe.pipeline

@@ -159,7 +159,8 @@ class Stage(_Table):
     parameters: list[str] = Field(description="names of the parameters and buffers that this stage holds")
     phases: dict[str, GraphFile] = Field(
         description="train, eval, optimizer (none with optimizer.fuse: train updates the parameters); of several stages "
-        "forward, backward (and its two parts backward_input, backward_weight), eval, optimizer (with zero, optimizer.0, optimizer.1, … of each replica that updates something)"
+        "forward, backward (and its two parts backward_input, backward_weight), eval, optimizer (with zero, optimizer.0, "
+        "optimizer.1, … of each replica that updates something)"
     )
     costs: StageCosts | None = Field(None, description="predicted, of several stages")
     recomputed: Recomputed | None = Field(None, description="where the recipe asks for it")

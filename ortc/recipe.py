@@ -202,6 +202,11 @@ class Recipe(_Table):
     seed: int = Field(0, ge=0, lt=2**31, description="seed of dropout, and of the data order in a run")
 
 
+def unfused(recipe: Recipe) -> Recipe:
+    """The recipe without ``optimizer.fuse``, for who looks at the gradients."""
+    return recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"fuse": False})})
+
+
 def parse_recipe(data: dict[str, Any], source: str = "recipe") -> Recipe:
     """Validate plain data as a recipe.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from ortc.compiler import Pass
 from ortc.passes.boundary import MarkBoundary
 from ortc.passes.forms import ForkEvaluation, InferenceTemplate, TrainingForm
+from ortc.passes.fused_update import FuseUpdate
 from ortc.passes.fusion import (
     FuseAttention,
     FuseBiasGelu,
@@ -17,7 +18,6 @@ from ortc.passes.fusion import (
     FuseSoftmaxDropout,
     ScoresOfAttention,
 )
-from ortc.passes.fused_update import FuseUpdate
 from ortc.passes.gelu import FuseGelu
 from ortc.passes.lora import AddAdapters
 from ortc.passes.loss import AttachLoss

@@ -24,6 +24,10 @@ from ortc.passes.memory import VIEWS
 from ortc.passes.waiting import Guard
 from ortc.rules import node_key
 
+# What these make holds the same numbers as what they read. ONNX Runtime's own fusions let the readers of a transpose, or of a cast,
+# read the value before it instead (such as a transpose of a product's operand): so their readers are readers of that.
+_HANDED_ON = VIEWS | {("", "Transpose"), ("", "Cast")}
+
 
 @dataclass(frozen=True)
 class FuseUpdate(Pass):
@@ -77,18 +81,17 @@ def _fuse(train: ir.Model, update: ir.Model) -> None:
     held = {_key(v): v for v in graph.inputs} | {("gradient", name, None): v for name, v in gradients.items()}
     owner: dict[ir.Value, str] = {}
     for port in ports:
-        source = held.get(_key(port))
-        if source is None:
+        source = held.setdefault(_key(port), port)
+        if role(port) != "scalar":
+            owner[source] = of(port)
+        if source is port:
             graph.inputs.append(port)
-            held[_key(port)] = source = port
         elif dims(port) != dims(source):  # in chunks
             with op.scope(of(port), origin=of(port), pass_=FuseUpdate.name):
                 source = op.Reshape(source, list(static(port) or ()), _like=port)
             moved.insert(0, source.producer())
         if source is not port:
             ir.convenience.replace_all_uses_with(port, source)
-        if role(port) != "scalar":
-            owner[source] = of(port)
     outputs = [v for v in graph.outputs if gradients.get(of(v)) is not v]
     for gradient in gradients.values():
         for text in (ROLE, OF):
@@ -151,14 +154,14 @@ def _blocks(nodes: Iterable[ir.Node], owner: dict[ir.Value, str]) -> dict[str, l
 
 
 def readers(nodes: Iterable[ir.Node], memory: Collection[ir.Value]) -> dict[ir.Value, list[ir.Node]]:
-    """The nodes that read each value's memory, in order; also where a view, or a sequence, hands it on."""
+    """The nodes that read each value's memory, in order; also where a view, a copy or a sequence hands it on."""
     found: dict[ir.Value, list[ir.Node]] = {value: [] for value in memory}
     behind: dict[ir.Value, tuple[ir.Value, ...]] = {value: (value,) for value in memory}
     for node in nodes:
         read = dict.fromkeys(m for v in read_by(node) for m in behind.get(v, ()))
         if not read:
             continue
-        handed_on = [v for v in node.outputs if node_key(node) in VIEWS or not isinstance(v.type, ir.TensorType)]
+        handed_on = [v for v in node.outputs if node_key(node) in _HANDED_ON or not isinstance(v.type, ir.TensorType)]
         behind.update(dict.fromkeys(handed_on, tuple(read)))
         if len(handed_on) < len(node.outputs):
             for value in read:

@@ -275,7 +275,9 @@ class Trainer:
             raise (type(error)(f"{error}. {_capital(self._lost)}") if self._lost else error) from None
         scale, finite = self.scaling.scale, bool(np.isfinite(loss) and np.isfinite(norm))
         samples = sum(self.inputs.samples(part.batch) for part in parts)
-        result = StepResult(number, loss, lr, None if fused else norm, samples, scale, _tokens(self.plan, parts), self._fetched())
+        result = StepResult(
+            number, loss, lr, None if fused else norm, samples, scale, _tokens(self.plan, parts), self._fetched()
+        )
         if not finite and self._precision.scaling == "dynamic" and not _holds_damage(parts):
             self.scaling = self.scaling.after(False, self._precision)
             self.step_number = number
@@ -443,7 +445,9 @@ class Trainer:
         if not self.plan.fused:
             return
         held = [array for w in self._team.workers for array in (*w.owned_values().items(), *w.owned_states().items())]
-        bad = [name if isinstance(name, str) else name[0] for name, a in held if a.dtype.kind == "f" and not np.isfinite(a).all()]
+        bad = [
+            name if isinstance(name, str) else name[0] for name, a in held if a.dtype.kind == "f" and not np.isfinite(a).all()
+        ]
         if bad:
             raise NotFiniteError(
                 f"after step {self.step_number} {bad[0]!r} is not finite, and no checkpoint was written; go on from that of step "
