@@ -1,9 +1,9 @@
 """The fused step: the training graph updates each parameter as soon as its gradient exists (``optimizer.fuse``).
 
-So the gradients never all live at once: each is a value within the session, freed after its update. New parameters and states are
-written over the old ones (the runtime binds both to one array), which ONNX Runtime does not know of, so the data flow has to
-say it: whatever makes a new value comes after every reader of the old one. Where it does not do so anyway, as where an input's
-gradient reads the weight that the weight's own gradient does not, the update waits for the reader (``waiting.py``).
+So the gradients never all live at once: each is a value within the session, freed after its update. New parameters and states
+are written over the old ones (the runtime binds both to one array). ONNX Runtime does not know of that, so the data flow has to
+say it: whatever makes a new value comes after every reader of the old one. Where it would not do so, as where the gradient of
+an input reads the weight that the weight's own gradient does not, the update waits for the reader (``waiting.py``).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ortc.passes.memory import VIEWS
 from ortc.passes.waiting import Guard
 from ortc.rules import node_key
 
-# What these make holds the same numbers as what they read. ONNX Runtime's own fusions let the readers of a transpose, or of a cast,
-# read the value before it instead (such as a transpose of a product's operand): so their readers are readers of that.
+# What these make holds the same numbers as what they read. ONNX Runtime's own fusions let the readers of a transpose, or of a
+# cast, read the value before it instead (as FusedMatMul does), so their readers are readers of that.
 _HANDED_ON = VIEWS | {("", "Transpose"), ("", "Cast")}
 
 
@@ -71,7 +71,7 @@ def check(c: Compilation) -> None:
 
 
 def _fuse(train: ir.Model, update: ir.Model) -> None:
-    """Move the optimizer's graph into the training graph, and let each update wait for the last reading of what it overwrites."""
+    """Move the optimizer's graph into the training graph; each update waits for the last reading of what it overwrites."""
     graph, before = train.graph, list(train.graph)
     ports, new = list(update.graph.inputs), list(update.graph.outputs)
     moved = _move(update.graph, graph)

@@ -1,4 +1,4 @@
-"""The fused step (``optimizer.fuse``): the bits of the step in two phases, in less memory, and nothing overwritten too early."""
+"""The fused step (``optimizer.fuse``): the bits of a step in two phases, less memory, and nothing is overwritten too early."""
 
 from __future__ import annotations
 
@@ -360,7 +360,7 @@ def test_evaluation_and_export_are_of_the_averages(tmp_path: Path) -> None:
 
 def data_of(folder: Path, file: Path, samples: int = 32) -> None:
     with Trainer(folder) as trainer:
-        np.savez(file, **{k: a for k, a in synthetic_batch(trainer.inputs.ports, samples).items()})
+        np.savez(file, **synthetic_batch(trainer.inputs.ports, samples))
 
 
 def test_runs_stop_and_continue(tmp_path: Path) -> None:
@@ -383,7 +383,7 @@ def test_no_gradients_to_look_at(tmp_path: Path) -> None:
     build(MLP, tmp_path / "o", {})
     with Trainer(tmp_path / "o") as trainer:
         batch = synthetic_batch(trainer.inputs.ports, 4)
-        with pytest.raises(OrtcError, match="was compiled with --fuse-update: .* compile without it"):
+        with pytest.raises(OrtcError, match=r"was compiled with --fuse-update: .* compile without it"):
             trainer.gradients(batch)
         assert trainer.step(batch).gradient_norm is None
 
@@ -399,7 +399,9 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     np.savez(tmp_path / "bad.npz", **arrays)
     options = {"batch_size": 8, "quiet": True, "shuffle": False}
     run(tmp_path / "o", data=tmp_path / "good.npz", steps=4, **options)
-    with pytest.raises(NotFiniteError, match=f"step 7: the loss is nan .*'{floats}'.*checkpoint of step 4, or compile without"):
+    with pytest.raises(
+        NotFiniteError, match=rf"step 7: the loss is nan .*'{floats}'.*checkpoint of step 4, or compile without"
+    ):
         run(tmp_path / "o", data=tmp_path / "bad.npz", steps=9, **options)
     assert not (tmp_path / "o/checkpoint/step-6").exists()
     with Trainer(tmp_path / "o") as trainer:
@@ -423,7 +425,7 @@ def test_what_is_not_finite_is_not_saved(tmp_path: Path) -> None:
     with Trainer(tmp_path / "o") as trainer:
         batch = synthetic_batch(trainer.inputs.ports, 4)
         assert np.isfinite(trainer.step({**batch, **{k: a * 1e3 for k, a in batch.items() if a.dtype.kind == "f"}}).loss)
-        with pytest.raises(NotFiniteError, match="after step 1 .* is not finite, and no checkpoint was written"):
+        with pytest.raises(NotFiniteError, match=r"after step 1 .* is not finite, and no checkpoint was written"):
             trainer.save()
     assert not (tmp_path / "o/checkpoint/step-1").exists()
 

@@ -113,6 +113,9 @@ class Trainer:
         self._checkpoints = self.folder / self.plan.checkpoint
         self._lock: IO[str] | None = None
         self._lost: str | None = None
+        self._fused = self.plan.fused
+        made = [p for stage in self.plan.stages for graph in stage.phases.values() for p in graph.outputs]
+        self._updates = any(p.role == "parameter" for p in made)
         ports = [p for s in self.plan.stages for phase in ("train", "forward", "eval") for p in _inputs(s, phase)]
         self.inputs = BatchCheck([p for p in ports if p.role in ("data", "label")], self.plan.losses)
         self._fetch = list(dict.fromkeys(fetch))
@@ -255,16 +258,14 @@ class Trainer:
                 ``optimizer.fuse`` it is the loss alone that is looked at, and the state is lost: nothing but :meth:`close` is
                 left to do (see :attr:`intact`), and the last checkpoint is where to go on.
         """
-        made = [p for stage in self.plan.stages for graph in stage.phases.values() for p in graph.outputs]
-        if not any(p.role == "parameter" for p in made):
+        if not self._updates:
             raise OrtcError(f"{self.folder} has no optimizer phase: none of the model's parameters trains")
         self._check_intact()
         parts = self._parts(batch)
         number = self.step_number + 1
         lr = learning_rate(self.schedule, number, self.total_steps)
         self._take_lock()
-        fused = self.plan.fused
-        if fused:
+        if self._fused:
             self._lost = (
                 f"step {number} failed while it updated the weights (--fuse-update), and cannot be taken back: go on from the "
                 f"checkpoint of step {self.progress.step}, or compile without --fuse-update"
@@ -272,20 +273,21 @@ class Trainer:
         try:
             loss, norm = self._train(parts, number, lr)
         except OrtcError as error:
-            raise (type(error)(f"{error}. {_capital(self._lost)}") if self._lost else error) from None
+            if self._lost is None:
+                raise
+            raise type(error)(f"{error}. {_capital(self._lost)}") from None
         scale, finite = self.scaling.scale, bool(np.isfinite(loss) and np.isfinite(norm))
         samples = sum(self.inputs.samples(part.batch) for part in parts)
-        result = StepResult(
-            number, loss, lr, None if fused else norm, samples, scale, _tokens(self.plan, parts), self._fetched()
-        )
+        told = None if self._fused else norm
+        result = StepResult(number, loss, lr, told, samples, scale, _tokens(self.plan, parts), self._fetched())
         if not finite and self._precision.scaling == "dynamic" and not _holds_damage(parts):
             self.scaling = self.scaling.after(False, self._precision)
             self.step_number = number
             return replace(result, skipped=True)
-        if not finite and fused:
+        if not finite and self._fused:
             damaged = _damaged([part.batch for part in parts])
-            batch = f" (the batch holds {damaged})" if damaged else ""
-            raise NotFiniteError(f"step {number}: the loss is {loss:g}{batch}. {_capital(self._lost)}")
+            why = f" (the batch holds {damaged})" if damaged else ""
+            raise NotFiniteError(f"step {number}: the loss is {loss:g}{why}. {_capital(self._lost)}")
         if not finite:
             raise self._not_finite(number, loss, norm, parts)
         most = self.plan.recipe.optimizer.max_norm
@@ -370,7 +372,7 @@ class Trainer:
         Raises:
             DataError: the batch does not fit.
         """
-        if self.plan.fused:
+        if self._fused:
             raise OrtcError(
                 f"{self.folder} was compiled with --fuse-update: its graph updates each weight as soon as the gradient exists, "
                 "and gives no gradients away; compile without it"
@@ -400,7 +402,7 @@ class Trainer:
 
         Raises:
             CheckpointError: it cannot be written; the earlier ones are intact.
-            NotFiniteError: with ``optimizer.fuse``, where nobody has looked at the gradients, a weight or a state is not finite.
+            NotFiniteError: with ``optimizer.fuse``, where nobody looked at the gradients: a weight or a state is not finite.
         """
         self._check_finite()
         self._take_lock()
@@ -442,17 +444,17 @@ class Trainer:
     def _check_finite(self) -> None:
         """What a fused step has made is not looked at before it is kept."""
         self._check_intact()
-        if not self.plan.fused:
+        if not self._fused:
             return
-        held = [array for w in self._team.workers for array in (*w.owned_values().items(), *w.owned_states().items())]
-        bad = [
-            name if isinstance(name, str) else name[0] for name, a in held if a.dtype.kind == "f" and not np.isfinite(a).all()
-        ]
+        stages = [stage for worker in self._team.workers for stage in worker.stages.values()]
+        held = [(name, a) for s in stages for name, a in s.values.items()]
+        held += [(name, a) for s in stages for (name, _), a in s.states.items()]
+        bad = [name for name, a in held if a.dtype.kind == "f" and not np.isfinite(a).all()]
         if bad:
             raise NotFiniteError(
-                f"after step {self.step_number} {bad[0]!r} is not finite, and no checkpoint was written; go on from that of step "
-                f"{self.progress.step} with a lower learning rate or a warm-up. Without --fuse-update the step that does so is "
-                "told, and changes nothing"
+                f"after step {self.step_number} {bad[0]!r} is not finite, and no checkpoint was written; go on from that of "
+                f"step {self.progress.step} with a lower learning rate or a warm-up. Without --fuse-update such a step changes "
+                "nothing, and what is not finite is told"
             )
 
     def _export(self, path: Path, data: str | Path | None, force: bool, adapters: Path | None) -> Exported:
