@@ -2,6 +2,7 @@
 
     python bench/make_models.py MODELS gpt2_12l resnet18 unet   # in an interpreter with PyTorch, transformers, onnx
     python bench/memory.py MODELS [NAME ...] [--stages 2] [--schedule 1f1b]
+    python bench/memory.py MODELS [NAME ...] --fuse
 
 Each measurement is a process of its own, where sessions have no arena, and an allocation of 64 KiB or more is a mapping of its
 own, which glibc gives back at once (MALLOC_MMAP_THRESHOLD_): what resident memory grows by while a session runs is what that
@@ -9,6 +10,10 @@ session has alive. Needs Linux and glibc. Prints for each phase, in MiB, the pea
 the nodes are built and in the compiler's (pass `order`); and as `step` what the process takes for a whole step as it is run,
 with arenas and all arrays. Exits with 1 if a peak of 16 MiB or more is off by more than 10 % in the compiler's order (in the
 other, ONNX Runtime runs Shape nodes earlier than they stand).
+
+With `--fuse` beside each other: gradients first, then the optimizer (AdamW), and the two in one graph (`--fuse-update`): what
+the largest session has alive, predicted and measured, the bytes of the gradients, the memory of a whole step, and the median
+time of one, in which all cores compute.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ CASES = {
 }
 
 WORKER = """
-import json, sys, threading
+import json, statistics, sys, threading, time
 import numpy as np
 import onnxruntime
 import ortc
@@ -66,14 +71,19 @@ if exact == "exact":
             self.enable_cpu_mem_arena = False
     onnxruntime.SessionOptions = Bare
 start = resident("VmRSS")
-trainer = ortc.Trainer(folder, threads=1, restore="none")
+trainer = ortc.Trainer(folder, threads=1 if exact == "exact" else None, restore="none")
 trainer.step(arrays)  # opens the sessions, and touches all arrays
 trainer.step(arrays)
 whole = resident("VmHWM") - start
 if exact == "exact":
     stage.Phase.run = watched
     trainer.step(arrays)
-print(json.dumps({"peaks": peaks, "whole": whole}))
+times = []
+for _ in range(0 if exact == "exact" else 7):
+    began = time.perf_counter()
+    trainer.step(arrays)
+    times.append(time.perf_counter() - began)
+print(json.dumps({"peaks": peaks, "whole": whole, "seconds": statistics.median(times) if times else None}))
 """
 
 
@@ -94,7 +104,7 @@ def batch_of(name: str, plan: object, micro_batches: int) -> dict[str, np.ndarra
     return arrays
 
 
-def measure(path: Path, off: list[str], stages: int, schedule: str) -> dict:
+def measure(path: Path, off: list[str], stages: int, schedule: str, *, fuse: bool = False) -> dict:
     """Compile and measure; by phase what is predicted and measured, and the whole step."""
     from ortc.artifacts import compile
     from ortc.recipe import parse_recipe
@@ -103,7 +113,7 @@ def measure(path: Path, off: list[str], stages: int, schedule: str) -> dict:
     parts = 1 if stages == 1 else 2 * stages
     divided = {} if stages == 1 else {"stages": stages, "schedule": schedule, "micro_batches": parts}
     loss = [{"name": "cross_entropy", "options": {"axis": -1 if path.stem.startswith("gpt") else 1}}]
-    fields = {"loss": loss, "pipeline": {"sizes": sizes, **divided}, "passes": {"off": off}}
+    fields = {"loss": loss, "pipeline": {"sizes": sizes, **divided}, "passes": {"off": off}, "optimizer": {"fuse": fuse}}
     with tempfile.TemporaryDirectory() as folder:
         plan = compile(path, Path(folder) / "stages", parse_recipe(fields))
         np.savez(Path(folder) / "batch.npz", **batch_of(path.stem, plan, parts))
@@ -116,7 +126,30 @@ def measure(path: Path, off: list[str], stages: int, schedule: str) -> dict:
             )
     phases = [g for stage in plan.stages for name, g in stage.phases.items() if name != "eval"]
     predicted = {g.file: g.memory.peak_bytes for g in phases}
-    return {"predicted": predicted, "measured": told["exact"]["peaks"], "step": told["as it is run"]["whole"]}
+    whole = told["as it is run"]
+    gradients = sum(4 * int(np.prod(p.shape)) for p in plan.trainable())
+    return {
+        "predicted": predicted,
+        "measured": told["exact"]["peaks"],
+        "step": whole["whole"],
+        "seconds": whole["seconds"],
+        "gradients": 0 if fuse else gradients,
+    }
+
+
+def compare_fused(folder: Path, names: list[str]) -> bool:
+    """Print the table of `--fuse`; whether the predictions are right."""
+    right = True
+    columns = ("predicted", "measured", "gradients", "step", "seconds")
+    print(f"{'MiB':>10} {'update':>8}" + "".join(f"{column:>11}" for column in columns))
+    for name in names:
+        for fuse in (False, True):
+            row = measure(folder / f"{name}.onnx", [], 1, "1f1b", fuse=fuse)
+            predicted, measured = (max(row[key].values()) for key in ("predicted", "measured"))
+            right &= abs(predicted / measured - 1) <= ALLOWED or measured < SMALL
+            numbers = " ".join(f"{_mib(n):>10}" for n in (predicted, measured, row["gradients"], row["step"]))
+            print(f"{name:>10} {'fused' if fuse else 'apart':>8} {numbers} {row['seconds']:>10.3f}", flush=True)
+    return right
 
 
 def main() -> int:
@@ -125,7 +158,10 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=list(CASES))
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--fuse", action="store_true", help="the update in the training graph, beside one of its own")
     args = parser.parse_args()
+    if args.fuse:
+        return int(not compare_fused(args.folder, args.names))
     right = True
     print(f"{'':>32} {'as built':^28} {'ordered':^28}")
     print(f"{'model':>10} {'phase':>21} " + f"{'predicted':>10} {'measured':>10} {'ratio':>6} " * 2 + f"{'memory':>7}")

@@ -91,6 +91,10 @@ def compile_(
     ema: Annotated[float | None, typer.Option(metavar="DECAY", help="keep a moving average of the weights, e.g. 0.999")] = None,
     clip_norm: Annotated[float | None, typer.Option(help="clip the gradients to this norm, all together")] = None,
     clip_value: Annotated[float | None, typer.Option(help="clip every element of the gradients to this size")] = None,
+    fuse_update: Annotated[
+        bool,
+        typer.Option("--fuse-update", help="update each weight as its gradient comes: less memory; no step can be undone"),
+    ] = False,
     precision: Annotated[str | None, typer.Option(metavar="fp32|fp16|bf16", help="type of products; weights stay fp32")] = None,
     gelu: Gelu = None,
     without: Annotated[
@@ -161,7 +165,8 @@ def compile_(
     chosen = build_recipe(
         recipe, loss=loss, train=train, freeze=freeze, wrt=wrt, batch_norm=batch_norm, lora=lora, optimizer=optimizer,
         lr=lr, schedule=schedule, warmup=warmup, seed=seed, target=target, ema=ema, clip_norm=clip_norm,
-        clip_value=clip_value, precision=precision, loss_scale=loss_scale, gelu=gelu, without=without, with_=with_,
+        clip_value=clip_value, fuse=fuse_update or None, precision=precision, loss_scale=loss_scale, gelu=gelu,
+        without=without, with_=with_,
         recompute={"nodes": recompute, "budget": None if memory_budget is None else parse_bytes(memory_budget)},
         artifacts=artifacts,
         pipeline={
@@ -648,6 +653,7 @@ def build_recipe(
     ema: float | None = None,
     clip_norm: float | None = None,
     clip_value: float | None = None,
+    fuse: bool | None = None,
     precision: str | None = None,
     loss_scale: str | None = None,
     recompute: dict[str, Any] | None = None,
@@ -675,7 +681,7 @@ def build_recipe(
     tables = (
         (fields["parameters"], {"train": train or None, "freeze": freeze or None}),
         (fields["learning_rate"], {"base": lr, "schedule": schedule, "warmup": warmup}),
-        (fields["optimizer"], {"ema": ema, "max_norm": clip_norm, "max_value": clip_value}),
+        (fields["optimizer"], {"ema": ema, "max_norm": clip_norm, "max_value": clip_value, "fuse": fuse}),
         (fields["precision"], {"type": precision}),
         (fields["precision"]["loss_scale"], _loss_scale(loss_scale)),
         (fields["recompute"], recompute or {}),
@@ -828,8 +834,9 @@ def describe_plan(plan: Plan, output: Path) -> str:
         lines.append(f"  loss        {loss.name} of output {loss.output!r}{target}: {loss.chosen} (--loss changes it)")
     lines.append(f"  parameters  {len(trained)} train, {count:,} of {held:,} values (`ortc inspect {folder}` lists them)")
     rate = plan.recipe.learning_rate
+    fused = " in the training graph" if plan.fused else ""
     lines.append(
-        f"  optimizer   {plan.recipe.optimizer.name}, learning rate {rate.base:g}, {rate.schedule} (--optimizer, --lr)"
+        f"  optimizer   {plan.recipe.optimizer.name}{fused}, learning rate {rate.base:g}, {rate.schedule} (--optimizer, --lr)"
     )
     lines += gelu_lines(plan) + summarise_rewrites(plan.rewrites)
     pipeline = plan.recipe.pipeline

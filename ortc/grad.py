@@ -24,7 +24,7 @@ from ortc.artifacts import compile
 from ortc.compiler import matches
 from ortc.errors import DataError, OrtcError, RecipeError
 from ortc.plan import Port
-from ortc.recipe import Recipe
+from ortc.recipe import Recipe, unfused
 from ortc.runtime.batch import Batch, key, synthetic_batch
 from ortc.runtime.trainer import Trainer
 
@@ -299,7 +299,7 @@ def _print(console: Console, rows: Sequence[Checked], kind: str, tolerance: floa
 def _compiled(model: Path, recipe: Recipe, rules: Sequence[Path]) -> Iterator[Trainer]:
     """A trainer on the model's training graphs, which are kept only as long as it."""
     with tempfile.TemporaryDirectory(prefix="ortc-grad-") as folder:
-        compile(model, Path(folder) / "stages", recipe, rules=rules)
+        compile(model, Path(folder) / "stages", unfused(recipe), rules=rules)
         with Trainer(Path(folder) / "stages") as trainer:
             yield trainer
 

@@ -161,14 +161,22 @@ class Stage(_Table):
     index: int
     parameters: list[str] = Field(description="names of the parameters and buffers that this stage holds")
     phases: dict[str, GraphFile] = Field(
-        description="train, eval, optimizer; of several stages forward, backward (and its two parts backward_input, "
-        "backward_weight), eval, optimizer (with zero, optimizer.0, optimizer.1, … of each replica that updates something)"
+        description="train, eval, optimizer (none with optimizer.fuse: train updates the parameters); of several stages "
+        "forward, backward (and its two parts backward_input, backward_weight), eval, optimizer (with zero, optimizer.0, "
+        "optimizer.1, … of each replica that updates something)"
     )
     costs: StageCosts | None = Field(None, description="predicted, of several stages")
     recomputed: Recomputed | None = Field(None, description="where the recipe asks for it")
 
+    @property
+    def fused(self) -> bool:
+        """Whether ``train`` updates the parameters as well (``optimizer.fuse``)."""
+        return "train" in self.phases and any(p.role == "parameter" for p in self.phases["train"].outputs)
+
     def optimizer(self, replica: int) -> str:
         """The name of the phase that a replica updates with; it need not be there."""
+        if self.fused:
+            return "train"
         return "optimizer" if "optimizer" in self.phases else f"optimizer.{replica}"
 
 
@@ -259,6 +267,11 @@ class Plan(_Table):
     def identity(self) -> str:
         """A hash of the whole plan: ranks that work together have the same."""
         return hashlib.sha256(dump_plan(self).encode()).hexdigest()
+
+    @property
+    def fused(self) -> bool:
+        """Whether the training graph updates the parameters, so that there are no gradients to look at."""
+        return any(stage.fused for stage in self.stages)
 
     def trainable(self) -> list[ParameterInfo]:
         """The parameters that train, in the model's order."""

@@ -53,6 +53,12 @@ class Optimizer(_Table):
         lt=1,
         description="keep an average of the weights, decaying so much a step, which is evaluated and exported",
     )
+    fuse: bool = Field(
+        False,
+        description="update each parameter within the training graph, as soon as its gradient exists, so that the gradients "
+        "never all live at once; of one stage, replica and micro-batch, without max_norm and a scale of the loss. A step "
+        "cannot be taken back then: one whose loss is not finite ends the run",
+    )
     decay_all: bool = Field(False, description="also decay biases and norms (parameters with fewer than two dimensions)")
 
 
@@ -196,6 +202,11 @@ class Recipe(_Table):
         description="other layouts to write as well: ort, ONNX Runtime's own for its on-device training API",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="seed of dropout, and of the data order in a run")
+
+
+def unfused(recipe: Recipe) -> Recipe:
+    """The recipe without ``optimizer.fuse``, for who looks at the gradients."""
+    return recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"fuse": False})})
 
 
 def parse_recipe(data: dict[str, Any], source: str = "recipe") -> Recipe:

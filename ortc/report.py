@@ -222,7 +222,7 @@ def _facts(plan: Plan, phases: Sequence[_Phase]) -> Html:
         ("values that train", f"{trained:,} of {held:,}"),
         ("nodes", f"{sum(len(p.graph) for p in phases if _trains(p)):,} in training"),
         ("loss", ", ".join(f"{loss.name} of {loss.output}" for loss in plan.losses)),
-        ("optimizer", recipe.optimizer.name),
+        ("optimizer", recipe.optimizer.name + (", in the training graph" if recipe.optimizer.fuse else "")),
         ("learning rate", f"{rate.base:g}, {rate.schedule}"),
         ("products in", recipe.precision.type),
         ("target", f"{plan.target}, opset {plan.opset}"),

@@ -10,6 +10,7 @@ Three things are compared on one batch, each with something that was made anothe
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import tempfile
@@ -26,7 +27,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ortc import __version__
-from ortc.artifacts import load_rules
+from ortc.artifacts import compile, load_rules
 from ortc.compiler import SLOT, Compilation, Pass, of, role, run_passes, stages_of
 from ortc.diff import printable
 from ortc.errors import ModelError, NotFiniteError, OrtcError
@@ -34,7 +35,7 @@ from ortc.grad import TOLERANCES, VANISHING, difference, load_batch, narrowest
 from ortc.graph.cut import carve, needed
 from ortc.graph.shapes import dims
 from ortc.plan import Plan, fingerprint
-from ortc.recipe import Recipe
+from ortc.recipe import Recipe, unfused
 from ortc.runtime.batch import Batch, key, synthetic_batch
 from ortc.runtime.export import export_model
 from ortc.runtime.parts import parts_of
@@ -120,7 +121,7 @@ def verify(
         outputs = trainer.evaluate(parts[0].batch).outputs
         checks = [_forward(trainer, exported, parts[0], outputs, threads)]
         source = model or exported
-        checks += _gradients(trainer, source, batch, parts, parameters, own=model is not None)
+        checks += _gradients(trainer, source, batch, parts, parameters, threads, own=model is not None)
         checks += _passes(plan, source, _Fed(parts[0], parameters, trainer.seed, outputs), own=model is not None)
     return checks
 
@@ -224,7 +225,14 @@ def _narrowest(trainer: Trainer, *phases: str) -> tuple[str, float]:
 
 
 def _gradients(
-    trainer: Trainer, source: Path, batch: Batch, parts: Sequence[Part], parameters: Mapping[str, np.ndarray], *, own: bool
+    trainer: Trainer,
+    source: Path,
+    batch: Batch,
+    parts: Sequence[Part],
+    parameters: Mapping[str, np.ndarray],
+    threads: int | None,
+    *,
+    own: bool,
 ) -> Iterator[Check]:
     plan = trainer.plan
     names = ("loss and gradients = one graph in float64", "that graph's gradients = a finite difference")
@@ -242,7 +250,11 @@ def _gradients(
             raise
         yield from (Check(name, note=str(error)) for name in names)
         return
-    loss, gradients = _finite_gradients(trainer, batch)
+    if plan.fused:
+        with _aside(source, unfused(plan.recipe), threads) as whole:
+            loss, gradients = _finite_gradients(whole, batch)
+    else:
+        loss, gradients = _finite_gradients(trainer, batch)
     kind, tolerance = _narrowest(trainer, "train", "forward", "backward")
     floor = VANISHING * max((_norm(g) for g in reference.gradients.values()), default=0.0)
     errors = {"loss": abs(loss - reference.loss) / max(1.0, abs(reference.loss))}
@@ -253,6 +265,28 @@ def _gradients(
     what = max(errors, key=lambda name: errors[name])
     yield Check(names[0], what, errors[what], tolerance, f"in {kind}")
     yield reference.check(names[1])
+    if plan.fused:
+        yield _fused_step(plan, source, batch, threads)
+
+
+def _fused_step(plan: Plan, source: Path, batch: Batch, threads: int | None) -> Check:
+    """Where each weight is updated as its gradient comes: against all gradients first."""
+    found = []
+    for recipe in (plan.recipe, unfused(plan.recipe)):
+        with _aside(source, recipe, threads) as trainer:
+            trainer.step(batch)
+            found.append({name: array.copy() for name, array in trainer.parameters.items()})
+    errors = {name: relative_error(array, found[1][name]) for name, array in found[0].items()}
+    return _worst("the fused step = all gradients, then the optimizer", errors, 0.0, "to the last bit")
+
+
+@contextlib.contextmanager
+def _aside(source: Path, recipe: Recipe, threads: int | None) -> Iterator[Trainer]:
+    """A trainer of the model, which is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="ortc-verify-") as folder:
+        compile(source, Path(folder) / "stages", recipe)
+        with Trainer(Path(folder) / "stages", threads=threads) as trainer:
+            yield trainer
 
 
 def _finite_gradients(trainer: Trainer, batch: Batch) -> tuple[float, dict[str, np.ndarray]]:

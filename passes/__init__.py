@@ -9,6 +9,7 @@ from ortc.compiler import Pass
 from ortc.passes.absorb import Absorb
 from ortc.passes.boundary import MarkBoundary
 from ortc.passes.forms import ForkEvaluation, InferenceTemplate, TrainingForm
+from ortc.passes.fused_update import FuseUpdate
 from ortc.passes.fusion import (
     FuseAttention,
     FuseBiasGelu,
@@ -68,6 +69,7 @@ def standard() -> list[Pass]:
         CleanUp(),
         Absorb(),
         Recompute(),
+        FuseUpdate(),
         Order(),
         SplitPhases(),
         PredictMemory(),

@@ -4,8 +4,7 @@ Works on each stage's training graph, after equal expressions were merged and be
 plain data (``ortc/graph/recompute.py``); this file says which nodes a policy is about, and writes the clones.
 
 A clone must not run before the backward gets there. ONNX Runtime runs what is ready, and of that what comes first in the file,
-but the nodes of its own fusions last: so each clone waits for a gradient. What it reads goes through ``Reshape(x, [0, 0, …])``,
-where 0 means "as it is", which is no copy; and the zeros are the size of an empty selection of that gradient.
+but the nodes of its own fusions last: so each clone waits for a gradient (``waiting.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 
 from ortc.compiler import Compilation, Pass, matches, role
@@ -24,11 +22,12 @@ from ortc.graph.builder import Builder
 from ortc.graph.cut import needed, read_by
 from ortc.graph.names import captured
 from ortc.graph.recompute import Choice, Training
-from ortc.graph.shapes import constant, rank
+from ortc.graph.shapes import constant
 from ortc.passes.costs import Shapes, concrete_sizes, forward_cost
 from ortc.passes.memory import VIEWS, node_memory
 from ortc.passes.optimizer import state_slots
 from ortc.passes.stages import FORWARD_ROLES, SIZES, assumed_sizes, schedule_of
+from ortc.passes.waiting import Guard
 from ortc.plan import Recomputed
 from ortc.rules import node_key
 from ortc.runtime.schedule import in_flight
@@ -141,8 +140,9 @@ class Recompute(Pass):
             if "train" not in phases:
                 continue
             graph = phases["train"].graph
-            cut = _Parts(graph, concrete_sizes(graph, binding), divided=pipeline.divided)
-            static = cut.static_bytes(slots)
+            bound = not pipeline.divided and not c.recipe.optimizer.fuse
+            cut = _Parts(graph, concrete_sizes(graph, binding), bound=bound)
+            static = cut.static_bytes(slots, gradients=not c.recipe.optimizer.fuse)
             before = recompute.follow(cut.training, ())
             # Each micro-batch in flight keeps its stash; the one whose backward runs is in the peak.
             parked = waiting[stage] - 1 if pipeline.stages > 1 else 0
@@ -171,7 +171,8 @@ class _Room:
 class _Parts:
     """A training graph as plain data."""
 
-    def __init__(self, graph: ir.Graph, shapes: Shapes, divided: bool) -> None:
+    def __init__(self, graph: ir.Graph, shapes: Shapes, bound: bool) -> None:
+        """``bound``: gradients are written where the optimizer reads them."""
         ahead = [v for v in graph.outputs if role(v) in FORWARD_ROLES]
         first, _ = needed(ahead, set())
         _hoist_sizes(graph, first)
@@ -179,8 +180,7 @@ class _Parts:
         self.backward = [node for node in graph if node not in first]
         nodes = [*self.forward, *self.backward]
         self.number = {v: i for i, v in enumerate(v for node in nodes for v in node.outputs)}
-        # Of a single micro-batch, gradients are written where the optimizer reads them.
-        bound = set() if divided else {v for v in graph.outputs if role(v) == "gradient"}
+        elsewhere = {v for v in graph.outputs if role(v) == "gradient"} if bound else set()
         costs = [forward_cost(node, shapes).seconds for node in nodes]
         self.seconds = sum(costs)
         self._captured = {v for node in self.backward for v in captured(node)}
@@ -189,7 +189,7 @@ class _Parts:
         self.training = Training(
             forward=plain[: len(self.forward)],
             backward=plain[len(self.forward) :],
-            sizes=[0 if v in bound else shapes.bytes(v) for v in self.number],
+            sizes=[0 if v in elsewhere else shapes.bytes(v) for v in self.number],
             outputs=frozenset(self.number[v] for v in kept),
         )
         self.graph, self.shapes = graph, shapes
@@ -220,14 +220,14 @@ class _Parts:
             roots.add(v)
         return sum(t.sizes[v] for v in sorted(roots))
 
-    def static_bytes(self, slots: float) -> int:
-        """Parameters, buffers with their new values, gradients, and the optimizer's states."""
+    def static_bytes(self, slots: float, gradients: bool) -> int:
+        """Parameters, buffers with their new values, the optimizer's states, and (where all live at once) gradients."""
         size = self.shapes.bytes
         held = sum(size(v) for v in self.graph.inputs if role(v) in ("parameter", "buffer"))
         changed = sum(size(v) for v in self.graph.outputs if role(v) == "buffer")
-        gradients = [v for v in self.graph.outputs if role(v) == "gradient"]
-        states = sum(4 * self.shapes.elements(v) for v in gradients)
-        return held + changed + sum(map(size, gradients)) + round(slots * states)
+        trained = [v for v in self.graph.outputs if role(v) == "gradient"]
+        states = sum(4 * self.shapes.elements(v) for v in trained)
+        return held + changed + (sum(map(size, trained)) if gradients else 0) + round(slots * states)
 
 
 def _hoist_sizes(graph: ir.Graph, forward: set[ir.Node]) -> None:
@@ -366,7 +366,8 @@ class _Writer:
 
     def write(self, group: Sequence[ir.Node], reader: ir.Node) -> None:
         """Clone nodes, in order, in front of the node that reads them first."""
-        guard = _Guard(self.op, reader, self._signal(reader))
+        signal = self._signal(reader)
+        guard = Guard(self.op, reader, [] if signal is None else [signal], Recompute.name)
         made: set[ir.Value] = set()
         for node in group:
             clone = self._clone(node)
@@ -417,48 +418,3 @@ class _Writer:
             if at >= here - _NEAR:
                 break
         return newest
-
-
-class _Guard:
-    """Lets clones wait for a value, without which they could run as soon as the forward has."""
-
-    def __init__(self, op: Builder, before: ir.Node, signal: ir.Value | None) -> None:
-        self._op, self._before, self._signal = op, before, signal
-        self._nothing: ir.Value | None = None
-        self._zeros: dict[int, ir.Value] = {}
-        self._held: dict[ir.Value, ir.Value] = {}
-
-    def hold(self, node: ir.Node) -> None:
-        """Let a node that no other holds back read one of its inputs late."""
-        if self._signal is None:
-            return
-        reads = [v for v in node.inputs if v is not None and rank(v) is not None and v.type is not None and v.name]
-        reads = [v for v in reads if not v.is_initializer()]
-        value = next((v for v in reads if v.producer() is not None), reads[0] if reads else None)
-        if value is not None:
-            node.replace_input_with(node.inputs.index(value), self._late(value))
-
-    def _late(self, value: ir.Value) -> ir.Value:
-        if value not in self._held:
-            op = self._op
-            with op.scope(f"{value.name}.late", before=self._before, origin=value.name or "", pass_=Recompute.name):
-                late = op.Reshape(value, self._zeros_of(rank(value) or 0), _like=value)
-            self._held[value] = late
-        return self._held[value]
-
-    def _zeros_of(self, count: int) -> ir.Value:
-        op = self._op
-        if self._nothing is None:
-            signal = self._signal
-            assert signal is not None
-            if rank(signal) == 0:
-                signal = op.Reshape(signal, [1])
-            if signal.dtype == ir.DataType.BFLOAT16:  # Compress does not know the type
-                none = op.Slice(signal, [0], [0], [0])
-            else:
-                none = op.Compress(signal, np.array([False]))
-            # Size has no kernel for half types.
-            self._nothing = op.Size(none if signal.dtype == ir.DataType.FLOAT else op.Cast(none, to=int(ir.DataType.FLOAT)))
-        if count not in self._zeros:
-            self._zeros[count] = op.Expand(self._nothing, [count])
-        return self._zeros[count]

@@ -10,6 +10,7 @@
 
 #include <cmath>
 #include <cstdio>
+#include <optional>
 
 #include "formats.hpp"
 
@@ -44,7 +45,7 @@ struct Phase {
   Phase(Ort::Env& env, const string& folder, const Json& graph_, const Json& how)
       : graph(graph_), session(env, (folder + "/" + graph["file"].text).c_str(), session_options(how)) {}
 
-  // `in_place`: what takes the place of a kept value is written into its memory.
+  // `in_place`: new parameters and states are written into the memory of the old ones.
   Made run(Tensors& values, const Tensors& given, const std::map<string, double>& scalars, bool in_place) {
     Ort::IoBinding binding(session);
     for (const Json& port : graph["inputs"].items) {
@@ -63,7 +64,7 @@ struct Phase {
     }
     const Ort::MemoryInfo memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
     for (const Json& port : graph["outputs"].items)
-      if (in_place && is_kept(port["role"].text)) binding.BindOutput(port["name"].text.c_str(), values.at(key(port)));
+      if (in_place && is_kept(port["role"].text) && port["role"].text != "buffer") binding.BindOutput(port["name"].text.c_str(), values.at(key(port)));
       else binding.BindOutput(port["name"].text.c_str(), memory);
     session.Run(Ort::RunOptions(), binding);
     Made made;
@@ -95,11 +96,13 @@ int main(int argc, char** argv) try {
   Ort::Env env;
   const Json& phases = plan["stages"].items[0]["phases"];
   const Json& how = plan["sessions"];
-  Phase train(env, folder, phases["train"], how["training"]), optimizer(env, folder, phases["optimizer"], how["others"]);
+  Phase train(env, folder, phases["train"], how["training"]);
+  std::optional<Phase> optimizer;  // with --fuse-update there is none: the train phase does its work
+  if (phases.fields.count("optimizer")) optimizer.emplace(env, folder, phases["optimizer"], how["others"]);
 
   Tensors values;  // parameters, buffers and states
   int64_t step = load(argc > 5 ? argv[5] : folder + "/" + plan["checkpoint"].text + "/step-0/parameters.safetensors", values);
-  for (const Json& port : optimizer.graph["inputs"].items)
+  for (const Json& port : (optimizer ? *optimizer : train).graph["inputs"].items)
     if (port["role"].text == "state" && !values.count(key(port))) {  // not in the file
       const void* start = port["initial"].text == "parameter" ? values.at(port["of"].text).GetTensorRawData() : nullptr;
       values.emplace(key(port), tensor(find_type(port["dtype"].text), port["shape"].numbers(), start));
@@ -118,7 +121,9 @@ int main(int argc, char** argv) try {
     for (const auto& [name, array] : data) batch.emplace(name, array.batch(step % batches, BATCH_SIZE));
     ++step;
     // Dropout draws its masks from these three counters; 0 is the only micro-batch.
-    Made made = train.run(values, batch, {{"seed", recipe["seed"].number()}, {"step", step}, {"micro_batch", 0}}, false);
+    const double lr = learning_rate(recipe["learning_rate"], step, steps);
+    std::map<string, double> scalars{{"seed", recipe["seed"].number()}, {"step", step}, {"micro_batch", 0}, {"lr", lr}};
+    Made made = train.run(values, batch, scalars, !optimizer);
     double loss = 0, square = 0;
     for (auto& [port, value] : made) {
       const float* numbers = value.GetTensorData<float>();
@@ -128,11 +133,11 @@ int main(int argc, char** argv) try {
       for (size_t i = 0; i < size; ++i) square += double(numbers[i]) * numbers[i];
       gradients.emplace(key(*port), std::move(value));
     }
-    const double norm = std::sqrt(square), lr = learning_rate(recipe["learning_rate"], step, steps);
-    // Nothing has changed so far: a step that went wrong could be left out, and the next batch tried.
+    const double norm = std::sqrt(square);
+    // With an optimizer phase nothing has changed so far: a step that went wrong could be left out, and the next batch tried.
     if (!std::isfinite(loss + norm)) throw std::runtime_error("step " + std::to_string(step) + " is not finite");
-    // The graph reads no parameter and no state after it has written the new one, so both can be in the same memory.
-    optimizer.run(values, gradients, {{"step", step}, {"lr", lr}, {"gradient_scale", std::min(1.0, max_norm / norm)}}, true);
+    // A graph reads no parameter and no state after it has written the new one, so both can be in the same memory.
+    if (optimizer) optimizer->run(values, gradients, {{"step", step}, {"lr", lr}, {"gradient_scale", std::min(1.0, max_norm / norm)}}, true);
     for (auto& [port, value] : made)  // running statistics are the next step's inputs
       if ((*port)["role"].text == "buffer") values.insert_or_assign(key(*port), std::move(value));
     std::printf("step %lld: loss %.9g, lr %.9g\n", (long long)step, loss, lr);

@@ -16,7 +16,7 @@ export class Trainer {
     const plan = JSON.parse(new TextDecoder().decode(await read("plan.json")));
     if (plan.version !== 1 || plan.stages.length !== 1) throw new Error("this loop trains a plan of version 1 with one stage");
     Object.assign(trainer, { ort, plan, phases: plan.stages[0].phases, sessions: {}, step: 0 });
-    for (const name of ["train", "eval", "optimizer"]) {
+    for (const name of Object.keys(trainer.phases)) { // train, eval, optimizer; with --fuse-update train does the optimizer's work
       const options = sessionOptions(name === "train" ? plan.sessions.training : plan.sessions.others);
       trainer.sessions[name] = await ort.InferenceSession.create(await read(trainer.phases[name].file), options);
     }
@@ -29,7 +29,7 @@ export class Trainer {
     const { tensors, metadata } = readSafetensors(this.ort, bytes);
     this.values = tensors;
     this.step = Number(metadata.step ?? 0);
-    for (const port of this.phases.optimizer.inputs) // states that the file has not
+    for (const port of (this.phases.optimizer ?? this.phases.train).inputs) // states that the file has not
       if (port.role === "state")
         this.values[key(port)] ??= port.initial === "parameter" ? copy(this.ort, this.values[port.of], port) : zeros(this.ort, port);
   }
@@ -44,7 +44,7 @@ export class Trainer {
     const step = this.step + 1;
     const { seed, optimizer } = this.plan.recipe;
     // Dropout draws its masks from these three counters; 0 is the only micro-batch.
-    const made = await this.run("train", batch, { seed, step, micro_batch: 0 });
+    const made = await this.run("train", batch, { seed, step, micro_batch: 0, lr });
     const loss = made.find(([port]) => port.role === "loss")[1].data[0];
     const gradients = {};
     let square = 0;
@@ -57,7 +57,7 @@ export class Trainer {
     // Nothing has changed so far: a step that went wrong can be left out, and the next batch tried.
     if (!Number.isFinite(loss + norm)) throw new Error(`step ${step}: loss ${loss}, norm of the gradients ${norm}`);
     const gradient_scale = Math.min(1, (optimizer.max_norm ?? Infinity) / norm);
-    const updated = await this.run("optimizer", gradients, { step, lr, gradient_scale });
+    const updated = this.phases.optimizer ? await this.run("optimizer", gradients, { step, lr, gradient_scale }) : [];
     // What the optimizer makes (parameters, states), and the running statistics of the train phase, are the next step's inputs.
     for (const [port, value] of [...made, ...updated])
       if (["parameter", "state", "buffer"].includes(port.role)) this.values[key(port)] = value;

@@ -303,8 +303,7 @@ def _listed(names: Sequence[str]) -> str:
 def _states(plan: Plan, found: WeightFile, result: Imported) -> dict[StateKey, np.ndarray]:
     """The optimizer's states that the file has, if they are of this optimizer, and every parameter's."""
     slots: dict[str, list[str]] = {}
-    optimizers = [graph for stage in plan.stages for name, graph in stage.phases.items() if name.startswith("optimizer")]
-    for port in (port for graph in optimizers for port in graph.inputs):
+    for port in (port for stage in plan.stages for graph in stage.phases.values() for port in graph.inputs):
         if port.role == "state" and port.of is not None and port.slot is not None:
             slots.setdefault(port.of, []).append(port.slot)
     infos = {p.name: p for p in plan.parameters}

@@ -98,7 +98,8 @@ def run(
         best: keep the best checkpoint by this: ``loss``, a metric's name, or ``min:NAME``, ``max:NAME``.
         patience: stop after so many evaluations that were not better than the best (by ``best``; default: the loss).
         tensorboard: a folder for TensorBoard's event files.
-        histograms: globs: of these parameters and their gradients histograms and norms go there as well.
+        histograms: globs: of these parameters and their gradients histograms and norms go there as well; with
+            ``optimizer.fuse``, of the parameters.
         histogram_every: steps between those.
         fetch: names of values of the training graphs to write into ``fetched/step-N.npz`` in the folder.
         fetch_every: steps between those.
@@ -212,6 +213,8 @@ class _Loop:
         """Say where the run happens, and what of the data is not used."""
         if self.trainer.ranks > 1:
             print(self.trainer.describe_ranks())
+        if self.trainer.plan.fused:
+            print("the weights are updated as their gradients come (--fuse-update): the norm of the gradients is not known")
         if isinstance(self.data, Arrays):
             count, left = self.data.count(self.batch_size, self.drop_last), self.data.left_out(self.batch_size, self.drop_last)
             rest = f"; {left} of them, others each time, are left out (--drop-last)" if left else ""
@@ -242,9 +245,10 @@ class _Loop:
             for epoch, index, batch, is_last in batches:
                 try:
                     result = trainer.step(batch)
-                except (DataError, NotFiniteError) as error:  # the state is that of the step before, and worth keeping
+                except (DataError, NotFiniteError) as error:
                     self._report(error)
-                    if trainer.step_number > trainer.progress.step:
+                    # The state is that of the step before, and worth keeping.
+                    if trainer.intact and trainer.step_number > trainer.progress.step:
                         metrics.sync()
                         show.line(f"step {trainer.step_number}: saved {trainer.save(position, settings)}")
                     raise
@@ -465,7 +469,7 @@ def _step_line(result: StepResult, epoch: int, seconds: float, *, scaled: bool) 
         "epoch": epoch + 1,
         "loss": result.loss,
         "lr": result.lr,
-        "gradient_norm": result.gradient_norm,
+        **({} if result.gradient_norm is None else {"gradient_norm": result.gradient_norm}),
         "samples_per_s": round(result.samples / seconds, 2),
         **more,
         "time": time.time(),

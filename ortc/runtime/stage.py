@@ -2,7 +2,7 @@
 
 Every array is numpy's own, aligned memory that ONNX Runtime reads and writes in place through IO binding: the train
 phase writes gradients where the optimizer phase reads them, and the optimizer's outputs are bound to its inputs'
-memory.
+memory. With ``optimizer.fuse`` the train phase does both.
 """
 
 from __future__ import annotations
@@ -260,6 +260,7 @@ class Stage:
         from_parameters: which of them are the parameter's value where there is none yet; the others are zero.
         gradients: by parameter, of the micro-batches since :meth:`begin`.
         loss_scale: what the gradients are multiplied with, if the graphs ask for it.
+        lr: the learning rate, if the training graph updates the parameters itself; then there are no gradients.
         trained, reduced: the memory of the trained values and of their gradients.
         input_gradients: of data inputs, by name and micro-batch.
         loss: summed over the micro-batches; 0 but on the last stage.
@@ -285,7 +286,7 @@ class Stage:
         shards = [_trained(stage, r) for r in range(pipeline.replicas)] if pipeline.zero else [_trained(stage)]
         self.own = frozenset(shards[replica if pipeline.zero else 0])
         self.trained, values = _buckets([[infos[n] for n in shard] for shard in shards])
-        self.reduced, gradients = _buckets([[infos[n] for n in shard] for shard in shards])
+        self.reduced, gradients = _buckets([] if stage.fused else [[infos[n] for n in shard] for shard in shards])
         self.gradients = {n: gradients[n] for n in stage.parameters if n in gradients}
         fixed = [infos[n] for n in stage.parameters if n not in values]
         values.update({p.name: aligned_zeros(p.shape, numpy_type(p.dtype, p.name)) for p in fixed})
@@ -293,7 +294,8 @@ class Stage:
         self._optimizer = stage.optimizer(replica)
         state_ports = [p for p in _inputs(stage, self._optimizer) if p.role == "state"]
         # Where the optimizer has a parameter in chunks, it has its states so too: in another shape.
-        chunked = {key(p): p.shape for p in _inputs(stage, self._optimizer) if p.role == "parameter"}
+        made = stage.phases[self._optimizer].outputs if self._optimizer in stage.phases else []
+        chunked = {key(p): p.shape for p in made if p.role == "parameter"}
         self.states: dict[StateKey, np.ndarray] = {
             _state_key(p): _zeros(p).reshape(infos[key(p)].shape if p.shape == chunked[key(p)] else p.shape)  # type: ignore[arg-type]
             for p in state_ports
@@ -302,6 +304,7 @@ class Stage:
         self.input_gradients: dict[str, dict[int, np.ndarray]] = {}
         self.loss = 0.0
         self.loss_scale = 1.0
+        self.lr = 0.0
         self.most_bytes: int | None = None
         forward = stage.phases.get("train") or stage.phases.get("forward")
         changed = [key(p) for p in forward.outputs if p.role == "buffer"] if forward else []
@@ -411,8 +414,8 @@ class Stage:
         return sum((v if isinstance(v, np.ndarray) else view(v)).nbytes for v in kept)
 
     def update(self, *, lr: float, step: int, gradient_scale: float = 1.0) -> None:
-        """The optimizer's step from ``gradients``, in place, then the new buffers."""
-        if self._optimizer in self.stage.phases:
+        """The optimizer's step from ``gradients``, in place, unless the training graph has done it; then the new buffers."""
+        if self._optimizer in self.stage.phases and not self.stage.fused:
             phase = self._phase(self._optimizer)
             self._set_scalars(self._optimizer, lr=lr, step=step, gradient_scale=gradient_scale)
             phase.run()
@@ -445,9 +448,10 @@ class Stage:
     def first_not_finite(self, parts: Sequence[Part], *, seed: int, step: int) -> Node | None:
         """The first node of the graph that makes a value which is not finite, in a stage that is the whole model.
 
-        The micro-batches run once more, with every value kept; gradients and buffers are as after :meth:`forward`.
+        The micro-batches run once more, with every value kept; gradients and buffers are as after :meth:`forward`. Where the
+        training graph updates the parameters, what made the value is gone.
         """
-        if "train" not in self.stage.phases:
+        if "train" not in self.stage.phases or self.stage.fused:
             return None
         graph = self.stage.phases["train"]
         nodes = nodes_of(read_graph(self.folder, graph))
@@ -486,7 +490,7 @@ class Stage:
         **scalars: int,
     ) -> list[tuple[Port, Any]]:
         phase = phase or self._phase(name)
-        self._set_scalars(name, **scalars, micro_batch=part.index, loss_scale=self.loss_scale, **part.weights)
+        self._set_scalars(name, **scalars, micro_batch=part.index, loss_scale=self.loss_scale, lr=self.lr, **part.weights)
         feeds = []
         for port in phase.loose:
             if port.role in ("boundary", "stash"):
@@ -584,7 +588,9 @@ def _kept_name(port: Port) -> str:
 
 
 def _trained(stage: StagePlan, replica: int | None = None) -> list[str]:
-    """The parameters that have a gradient; of a replica, those that it updates."""
+    """The parameters that train; of a replica, those that it updates."""
+    if stage.fused:
+        return [key(p) for p in stage.phases["train"].outputs if p.role == "parameter"]
     graphs = [graph for name, graph in stage.phases.items() if replica is None or name == stage.optimizer(replica)]
     names = dict.fromkeys(key(p) for g in graphs for p in (*g.inputs, *g.outputs) if p.role == "gradient")
     held = set(stage.parameters)  # others are gradients of data inputs

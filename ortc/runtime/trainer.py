@@ -40,7 +40,7 @@ class StepResult:
     step: int
     loss: float
     lr: float
-    gradient_norm: float
+    gradient_norm: float | None  # None with `optimizer.fuse`: the gradients are never all there
     samples: int
     loss_scale: float = 1.0
     tokens: int | None = None  # targets that count, where a sample has several
@@ -112,6 +112,10 @@ class Trainer:
         self._threads = threads
         self._checkpoints = self.folder / self.plan.checkpoint
         self._lock: IO[str] | None = None
+        self._lost: str | None = None
+        self._fused = self.plan.fused
+        made = [p for stage in self.plan.stages for graph in stage.phases.values() for p in graph.outputs]
+        self._updates = any(p.role == "parameter" for p in made)
         ports = [p for s in self.plan.stages for phase in ("train", "forward", "eval") for p in _inputs(s, phase)]
         self.inputs = BatchCheck([p for p in ports if p.role in ("data", "label")], self.plan.losses)
         self._fetch = list(dict.fromkeys(fetch))
@@ -214,12 +218,21 @@ class Trainer:
         found = {name: array for s in reversed(stages) for name, array in s.gradients.items() if name in s.own}
         return {p.name: found[p.name] for p in self.plan.parameters if p.name in found}
 
-    def _train(self, parts: list[Part], step: int) -> tuple[float, float]:
+    def _train(self, parts: list[Part], step: int, lr: float = 0.0) -> tuple[float, float]:
         """Forward and backward of a batch, its micro-batches dealt out to the replicas; the loss and the gradients' norm."""
         shares, scale = self._shares(parts), self.scaling.scale
-        found = self._team.each(lambda w: w.train(shares[w.replica], seed=self.seed, step=step, loss_scale=scale))
+        found = self._team.each(lambda w: w.train(shares[w.replica], seed=self.seed, step=step, loss_scale=scale, lr=lr))
         loss, norm = found[0]
         return loss, norm / scale
+
+    @property
+    def intact(self) -> bool:
+        """Whether the state is that of a step: with ``optimizer.fuse`` a step that fails may have changed part of it."""
+        return self._lost is None
+
+    def _check_intact(self) -> None:
+        if self._lost is not None:
+            raise OrtcError(self._lost)
 
     def _shares(self, parts: list[Part]) -> list[list[Part]]:
         """The micro-batches of each replica."""
@@ -242,22 +255,40 @@ class Trainer:
 
         Raises:
             DataError: the batch does not fit; nothing ran.
-            NotFiniteError: the loss or a gradient is NaN or infinite; parameters, buffers and states are as before.
+            NotFiniteError: the loss or a gradient is NaN or infinite; parameters, buffers and states are as before. With
+                ``optimizer.fuse`` it is the loss alone that is looked at, and the state is lost: nothing but :meth:`close` is
+                left to do (see :attr:`intact`), and the last checkpoint is where to go on.
         """
-        if not any(phase.startswith("optimizer") for stage in self.plan.stages for phase in stage.phases):
+        if not self._updates:
             raise OrtcError(f"{self.folder} has no optimizer phase: none of the model's parameters trains")
+        self._check_intact()
         parts = self._parts(batch)
         number = self.step_number + 1
         lr = learning_rate(self.schedule, number, self.total_steps)
         self._take_lock()
-        loss, norm = self._train(parts, number)
+        if self._fused:
+            self._lost = (
+                f"step {number} failed while it updated the weights (--fuse-update), and cannot be taken back: go on from the "
+                f"checkpoint of step {self.progress.step}, or compile without --fuse-update"
+            )
+        try:
+            loss, norm = self._train(parts, number, lr)
+        except OrtcError as error:
+            if self._lost is None:
+                raise
+            raise type(error)(f"{error}. {_capital(self._lost)}") from None
         scale, finite = self.scaling.scale, bool(np.isfinite(loss) and np.isfinite(norm))
         samples = sum(self.inputs.samples(part.batch) for part in parts)
-        result = StepResult(number, loss, lr, norm, samples, scale, _tokens(self.plan, parts), self._fetched())
+        told = None if self._fused else norm
+        result = StepResult(number, loss, lr, told, samples, scale, _tokens(self.plan, parts), self._fetched())
         if not finite and self._precision.scaling == "dynamic" and not _holds_damage(parts):
             self.scaling = self.scaling.after(False, self._precision)
             self.step_number = number
             return replace(result, skipped=True)
+        if not finite and self._fused:
+            damaged = _damaged([part.batch for part in parts])
+            why = f" (the batch holds {damaged})" if damaged else ""
+            raise NotFiniteError(f"step {number}: the loss is {loss:g}{why}. {_capital(self._lost)}")
         if not finite:
             raise self._not_finite(number, loss, norm, parts)
         most = self.plan.recipe.optimizer.max_norm
@@ -266,6 +297,7 @@ class Trainer:
         self._team.each(lambda w: w.update(lr=lr, step=updates, gradient_scale=factor))
         self.scaling = self.scaling.after(True, self._precision)
         self.step_number = number
+        self._lost = None
         return result
 
     def _fetched(self) -> dict[str, list[np.ndarray]]:
@@ -308,6 +340,7 @@ class Trainer:
         Raises:
             DataError: the batch does not fit.
         """
+        self._check_intact()
         part = self._whole(batch)
         found = self._team.each(lambda w: w.evaluate(part))
         outputs = {name: a for _, made in found for name, a in made.items()}
@@ -340,6 +373,11 @@ class Trainer:
         Raises:
             DataError: the batch does not fit.
         """
+        if self._fused:
+            raise OrtcError(
+                f"{self.folder} was compiled with --fuse-update: its graph updates each weight as soon as the gradient exists, "
+                "and gives no gradients away; compile without it"
+            )
         parts = self._parts(batch)
         loss, _ = self._train(parts, self.step_number + 1)
         gradients = {name: _over(g, self.scaling.scale) for name, g in self._gradients().items()}
@@ -365,7 +403,9 @@ class Trainer:
 
         Raises:
             CheckpointError: it cannot be written; the earlier ones are intact.
+            NotFiniteError: with ``optimizer.fuse``, where nobody looked at the gradients: a weight or a state is not finite.
         """
+        self._check_finite()
         self._take_lock()
         scaling = None if self._precision.scaling == "none" else self.scaling.saved()
         self.progress = Progress(self.step_number, self.seed, position, settings or {}, scaling)
@@ -398,8 +438,25 @@ class Trainer:
         Raises:
             OrtcError: a file exists or cannot be written, or the losses differ; then no file is left.
         """
+        self._check_intact()
         with contextlib.nullcontext() if raw else self.averaged():
             return self._export(Path(path), data, force, None if adapters is None else Path(adapters))
+
+    def _check_finite(self) -> None:
+        """What a fused step has made is not looked at before it is kept."""
+        self._check_intact()
+        if not self._fused:
+            return
+        stages = [stage for worker in self._team.workers for stage in worker.stages.values()]
+        held = [(name, a) for s in stages for name, a in s.values.items()]
+        held += [(name, a) for s in stages for (name, _), a in s.states.items()]
+        bad = [name for name, a in held if a.dtype.kind == "f" and not np.isfinite(a).all()]
+        if bad:
+            raise NotFiniteError(
+                f"after step {self.step_number} {bad[0]!r} is not finite, and no checkpoint was written; go on from that of "
+                f"step {self.progress.step} with a lower learning rate or a warm-up. Without --fuse-update such a step changes "
+                "nothing, and what is not finite is told"
+            )
 
     def _export(self, path: Path, data: str | Path | None, force: bool, adapters: Path | None) -> Exported:
         data = data or _still_there(self.progress.settings.get("data"))
@@ -454,6 +511,10 @@ def _over(array: np.ndarray, scale: float) -> np.ndarray:
     return array.copy() if scale == 1.0 else (array / scale).astype(array.dtype)
 
 
+def _capital(sentence: str | None) -> str:
+    return (sentence or "")[:1].upper() + (sentence or "")[1:]
+
+
 def _tokens(plan: Plan, parts: Sequence[Part]) -> int | None:
     """The targets of the first loss that has several in a sample, without those that are ignored."""
     for loss in plan.losses:
@@ -468,14 +529,20 @@ def _holds_damage(parts: Sequence[Part]) -> bool:
     return any(a.dtype.kind == "f" and not np.isfinite(a).all() for part in parts for a in part.batch.values())
 
 
+def _damaged(batches: Sequence[Batch]) -> str:
+    """What of the data is not finite; empty if all is."""
+    arrays = [(name, a) for batch in batches for name, a in batch.items() if a.dtype.kind == "f"]
+    names = dict.fromkeys(name for name, a in arrays if not np.isfinite(a).all())
+    return f"NaN or infinity, in {', '.join(map(repr, names))}" if names else ""
+
+
 def _describe_not_finite(
     step: int, loss: float, bad: Sequence[str], batches: Sequence[Batch], node: Sequence[str] | None
 ) -> str:
-    arrays = [(name, a) for batch in batches for name, a in batch.items() if a.dtype.kind == "f"]
-    damaged = list(dict.fromkeys(name for name, a in arrays if not np.isfinite(a).all()))
+    damaged = _damaged(batches)
     advice = "try a lower learning rate, a warm-up, or look at this batch"
     if damaged:
-        advice = f"the batch itself holds NaN or infinity, in {', '.join(map(repr, damaged))}"
+        advice = f"the batch itself holds {damaged}"
     shown = ", ".join(map(repr, bad[:10])) + (f" and {len(bad) - 10} more" if len(bad) > 10 else "")
     where = "" if node is None or damaged else f"; the first node that makes such a value is {node[0]!r} ({node[1]})"
     which = f"not finite are the gradients of {shown}" if bad else "all gradients are finite"

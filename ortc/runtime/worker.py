@@ -140,15 +140,18 @@ class Worker:
 
     # A step
 
-    def train(self, parts: Sequence[Part], *, seed: int, step: int, loss_scale: float = 1.0) -> tuple[float, float]:
-        """Forward and backward of this replica's micro-batches. Nothing changes but the stages' gradients and buffers.
+    def train(
+        self, parts: Sequence[Part], *, seed: int, step: int, loss_scale: float = 1.0, lr: float = 0.0
+    ) -> tuple[float, float]:
+        """Forward and backward of this replica's micro-batches. Nothing changes but the stages' gradients and buffers; with
+        ``optimizer.fuse`` the parameters and states do, at this learning rate, and there is no gradient whose norm were known.
 
         Returns:
             The loss and the norm of the gradients (times the loss scale), over all ranks; not finite if anything is not.
         """
         for stage in self.stages.values():
             stage.begin()
-            stage.loss_scale = loss_scale
+            stage.loss_scale, stage.lr = loss_scale, lr
         act = self.act if self.recorder is None else self.recorder.begin(self)
         for action in self._actions(len(parts)):
             act(action, parts[action.micro_batch], seed, step)
