@@ -34,6 +34,7 @@ FLAGS = {
     "optimizer.max_norm": ("--clip-norm", "1.0"),
     "optimizer.max_value": ("--clip-value", "0.5"),
     "optimizer.ema": ("--ema", "0.999"),
+    "optimizer.fuse": ("--fuse-update", None),
     "learning_rate.base": ("--lr", "0.1"),
     "learning_rate.schedule": ("--schedule", "cosine"),
     "learning_rate.warmup": ("--warmup", "10"),

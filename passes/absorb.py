@@ -127,7 +127,8 @@ class _Transposes:
         key = source, tuple(perm)
         if key not in self._rest:
             tags = {f"{k.removeprefix('ortc.')}_": t for k, t in instead.metadata_props.items() if k.startswith("ortc.")}
-            with self.op.scope(instead.name or "Transpose", before=instead, **{**tags, "pass_": Absorb.name}):
+            tags = {"origin_": instead.name or "", **tags, "pass_": Absorb.name}
+            with self.op.scope(instead.name or "Transpose", before=instead, **tags):
                 self._rest[key] = self.op.Transpose(source, perm=list(perm))
         return self._rest[key]
 

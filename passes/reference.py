@@ -105,6 +105,16 @@ class Inverse(OpRun):
         return (np.linalg.inv(x),)
 
 
+class FusedMatMul(OpRun):
+    """Likewise: alpha·A·B, either one transposed."""
+
+    op_domain = "com.microsoft"
+
+    def _run(self, a, b, alpha=1.0, transA=0, transB=0):
+        x, y = (np.swapaxes(v, -1, -2) if swap else v for v, swap in ((a, transA), (b, transB)))
+        return (np.asarray(alpha, a.dtype) * np.matmul(x, y),)
+
+
 class Pad(OpRun):
     """ONNX's reference knows no negative pads, which cut."""
 
@@ -419,6 +429,7 @@ def _activations(names: Sequence[str], attributes: Mapping[str, Any]) -> list[Ca
 
 
 REPLACED: list[type[OpRun]] = [
+    FusedMatMul,
     GroupNormalization,
     GridSample,
     AffineGrid,
