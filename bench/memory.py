@@ -12,8 +12,8 @@ with arenas and all arrays. Exits with 1 if a peak of 16 MiB or more is off by m
 other, ONNX Runtime runs Shape nodes earlier than they stand).
 
 With `--fuse` beside each other: gradients first, then the optimizer (AdamW), and the two in one graph (`--fuse-update`): what
-the largest session has alive, predicted and measured, the bytes of the gradients, the memory of a whole step, and the median time
-of one, in which all cores compute.
+the largest session has alive, predicted and measured, the bytes of the gradients, the memory of a whole step, and the median
+time of one, in which all cores compute.
 """
 
 from __future__ import annotations
