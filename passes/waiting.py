@@ -1,7 +1,8 @@
 """Nodes that wait for values which they do not read.
 
 ONNX Runtime runs a node when what it reads is there. What a waiting node reads goes through ``Reshape(x, [0, 0, …])``, where 0
-means "as it is", which is no copy; and the zeros are the sizes of empty selections of the values that it waits for.
+means "as it is", which is no copy; and the zeros are the sizes of empty selections of the values that it waits for. It should
+stand behind no other reshape: two in a row are one for ONNX Runtime (1.32), which waits for nothing if the shape is known.
 """
 
 from __future__ import annotations
@@ -13,6 +14,13 @@ import onnx_ir as ir
 
 from ortc.graph.builder import Builder
 from ortc.graph.shapes import rank
+from ortc.passes.memory import VIEWS
+from ortc.rules import node_key
+
+
+def _is_view(value: ir.Value) -> bool:
+    node = value.producer()
+    return node is not None and node_key(node) in VIEWS
 
 
 class Guard:
@@ -32,16 +40,17 @@ class Guard:
         self._held: dict[ir.Value, ir.Value] = {}
 
     def hold(self, node: ir.Node) -> bool:
-        """Let a node read one of its inputs late; whether there was a signal, and an input of known rank."""
+        """Let a node read one of its inputs late; whether there was a signal, and an input of known rank that is no view."""
         if not self._signals:
             return False
         reads = [v for v in node.inputs if v is not None and rank(v) is not None and v.type is not None and v.name]
         reads = [v for v in reads if not v.is_initializer()]
-        value = next((v for v in reads if v.producer() is not None), reads[0] if reads else None)
-        if value is None:
+        if not reads:
             return False
+        value = min(reads, key=lambda v: (_is_view(v), v.producer() is None))
+        held = not _is_view(value)
         node.replace_input_with(node.inputs.index(value), self._late(value))
-        return True
+        return held
 
     def _late(self, value: ir.Value) -> ir.Value:
         if value not in self._held:

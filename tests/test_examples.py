@@ -175,6 +175,20 @@ def test_continues(work, loop):
     np.testing.assert_allclose(losses_of(second), third, rtol=LOSS_TOLERANCE)
 
 
+def test_fused_step(work, loop):
+    """A folder whose training graph updates the weights gives the weights of one that has an optimizer of its own."""
+    found = []
+    for folder, flags in (("apart", []), ("fused", ["--fuse-update"])):
+        ortc(work, "compile", MODEL, "-o", folder, "--target", "onnxruntime", "--lr", "1e-3", "--force", *flags)
+        output = command(*loop, folder, "digits", 6, f"{folder}.safetensors", cwd=work)
+        found.append((losses_of(output), load_file(work / f"{folder}.safetensors")))
+    assert len(found[1][0]) == 6
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=LOSS_TOLERANCE)
+    assert found[0][1].keys() == found[1][1].keys()
+    for name, array in found[0][1].items():
+        assert np.linalg.norm(found[1][1][name] - array) <= WEIGHT_TOLERANCE * np.linalg.norm(array), name
+
+
 @pytest.mark.parametrize("file", ["stages/plan.json", "digits/labels.npy", "stages/checkpoint/step-0/parameters.safetensors"])
 def test_cpp_tells_of_a_file_that_is_cut_off(work, program, file):
     whole = (work / file).read_bytes()

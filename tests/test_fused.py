@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from gradcheck import TARGETS
 from test_memory import SESSION, measured, needs_linux
@@ -25,6 +26,7 @@ from ortc.plan import Plan, load_plan
 from ortc.recipe import parse_recipe
 from ortc.runtime.batch import key, synthetic_batch
 from ortc.runtime.run import run
+from ortc.runtime.stage import _DISABLED, _MOVING, _ROUNDING
 from ortc.verify import verify
 
 ROOT = Path(__file__).parent.parent
@@ -153,10 +155,10 @@ def read_by(node: onnx.NodeProto) -> set[str]:
     return {*node.input, *(name for body in bodies for inner in body.node for name in read_by(inner))}
 
 
-def overwritten_too_early(folder: Path) -> list[tuple[str, str]]:
+def overwritten_too_early(folder: Path, file: Path | None = None) -> list[tuple[str, str]]:
     """(reader, what it reads) of which the data flow does not say that it runs before the memory gets its new value."""
     graph = load_plan(folder).stages[0].phases["train"]
-    nodes = list(onnx.load(folder / graph.file).graph.node)
+    nodes = list(onnx.load(file or folder / graph.file).graph.node)
     maker = {output: i for i, node in enumerate(nodes) for output in node.output}
     before: list[set[int]] = []
     for node in nodes:
@@ -189,6 +191,20 @@ def test_every_reader_comes_before_the_new_value(case: str, tmp_path: Path, monk
     monkeypatch.setattr(fused_update, "_hold_writes", lambda op, memory: None)
     build(model, tmp_path / "free", recipe)
     assert overwritten_too_early(tmp_path / "free") != []  # the data flow of the model alone does not say it
+
+
+@pytest.mark.parametrize("case", [*ORDERED, "deep"])
+def test_nor_does_onnx_runtime_undo_it(case: str, tmp_path: Path) -> None:
+    """Of the graph that a session runs: of ours, and of one with all optimizations, as other languages open it."""
+    model, recipe = CASES[case] if case in CASES else (deep_model(tmp_path / "m.onnx", layers=3), {"loss": [{"name": "mse"}]})
+    plan = build(model, tmp_path / "o", recipe)
+    path = tmp_path / "o" / plan.stages[0].phases["train"].file
+    for disabled in ([], [*_DISABLED, *_MOVING, *_ROUNDING]):
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        options.optimized_model_filepath = str(tmp_path / "run.onnx")
+        onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled)
+        assert overwritten_too_early(tmp_path / "o", tmp_path / "run.onnx") == []
 
 
 def shuffled(source: Path, folder: Path, seed: int) -> None:
