@@ -22,11 +22,11 @@ from ortc.artifacts import compile
 from ortc.cli import main
 from ortc.errors import DataError, NotFiniteError, OrtcError
 from ortc.passes import fused_update
+from ortc.passes.sessions import SESSIONS
 from ortc.plan import Plan, load_plan
 from ortc.recipe import parse_recipe
 from ortc.runtime.batch import key, synthetic_batch
 from ortc.runtime.run import run
-from ortc.runtime.stage import _DISABLED, _MOVING, _ROUNDING
 from ortc.verify import verify
 
 ROOT = Path(__file__).parent.parent
@@ -199,7 +199,7 @@ def test_nor_does_onnx_runtime_undo_it(case: str, tmp_path: Path) -> None:
     model, recipe = CASES[case] if case in CASES else (deep_model(tmp_path / "m.onnx", layers=3), {"loss": [{"name": "mse"}]})
     plan = build(model, tmp_path / "o", recipe)
     path = tmp_path / "o" / plan.stages[0].phases["train"].file
-    for disabled in ([], [*_DISABLED, *_MOVING, *_ROUNDING]):
+    for disabled in ([], list(SESSIONS.training.disabled_optimizers)):
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         options.optimized_model_filepath = str(tmp_path / "run.onnx")
