@@ -87,9 +87,8 @@ print(json.dumps({"peaks": peaks, "whole": whole, "seconds": statistics.median(t
 """
 
 
-def batch_of(name: str, plan: object, micro_batches: int) -> dict[str, np.ndarray]:
+def batch_of(plan: object, sizes: dict[str, int], classes: int, micro_batches: int = 1) -> dict[str, np.ndarray]:
     """Random data and targets of a step."""
-    sizes, classes = CASES[name]
     random = np.random.default_rng(0)
     arrays = {}
     for stage in plan.stages:
@@ -109,14 +108,14 @@ def measure(path: Path, off: list[str], stages: int, schedule: str, *, fuse: boo
     from ortc.artifacts import compile
     from ortc.recipe import parse_recipe
 
-    sizes, _ = CASES[path.stem]
+    sizes, classes = CASES[path.stem]
     parts = 1 if stages == 1 else 2 * stages
     divided = {} if stages == 1 else {"stages": stages, "schedule": schedule, "micro_batches": parts}
     loss = [{"name": "cross_entropy", "options": {"axis": -1 if path.stem.startswith("gpt") else 1}}]
     fields = {"loss": loss, "pipeline": {"sizes": sizes, **divided}, "passes": {"off": off}, "optimizer": {"fuse": fuse}}
     with tempfile.TemporaryDirectory() as folder:
         plan = compile(path, Path(folder) / "stages", parse_recipe(fields))
-        np.savez(Path(folder) / "batch.npz", **batch_of(path.stem, plan, parts))
+        np.savez(Path(folder) / "batch.npz", **batch_of(plan, sizes, classes, parts))
         told = {}
         for how in ("exact", "as it is run"):
             command = [sys.executable, "-c", WORKER, f"{folder}/stages", f"{folder}/batch.npz", how]

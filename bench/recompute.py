@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from memory import batch_of
 
 POLICIES = ("none", "auto", "full", "layers")
 ALLOWED, STEPS, WARM_UP = 0.1, 3, 1
@@ -52,21 +53,6 @@ print(json.dumps({"peak": resident("VmHWM") - before, "times": times, "losses": 
 """
 
 
-def batch_of(name: str, plan: object) -> dict[str, np.ndarray]:
-    """Random data and targets."""
-    sizes, classes = CASES[name]
-    random = np.random.default_rng(0)
-    ports = [p for p in plan.stages[0].phases["train"].inputs if p.role in ("data", "label")]
-    arrays = {}
-    for port in ports:
-        shape = [d if isinstance(d, int) else sizes[d] for d in port.shape]
-        if port.role == "label" or port.dtype == "int64":
-            arrays[port.of or port.name] = random.integers(0, classes, shape)
-        else:
-            arrays[port.of or port.name] = random.standard_normal(shape).astype(np.float32)
-    return arrays
-
-
 def measure(path: Path, policy: str, threads: int, budget: int | None = None) -> dict:
     """Compile and train one policy; returns its figures."""
     from ortc.artifacts import compile
@@ -79,7 +65,7 @@ def measure(path: Path, policy: str, threads: int, budget: int | None = None) ->
     with tempfile.TemporaryDirectory() as folder:
         stages = Path(folder) / "stages"
         plan = compile(path, stages, parse_recipe(fields))
-        np.savez(Path(folder) / "batch.npz", **batch_of(name, plan))
+        np.savez(Path(folder) / "batch.npz", **batch_of(plan, *CASES[name]))
         command = [sys.executable, "-c", WORKER, str(stages), f"{folder}/batch.npz", str(STEPS + WARM_UP), str(threads)]
         result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     again = plan.stages[0].recomputed

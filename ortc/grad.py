@@ -81,7 +81,7 @@ def write_gradients(
     if output.exists() and not force:
         raise OrtcError(f"{output} exists already; choose another name, or --force to replace it")
     batch = load_batch(data)
-    with _compiled(model, recipe, rules) as trainer:
+    with compiled(model, unfused(recipe), rules) as trainer:
         loss, gradients = trainer.gradients(batch)
     if "loss" in gradients:
         raise OrtcError("a parameter of the model is called 'loss', like the loss in the output; freeze it or rename it")
@@ -114,7 +114,7 @@ def check_gradients(
             reference evaluator lacks; or if its loss is not ONNX Runtime's.
     """
     given = load_batch(data) if data else None
-    with _compiled(model, recipe, rules) as trainer:
+    with compiled(model, unfused(recipe), rules) as trainer:
         batch = trainer.inputs.fit(synthetic_batch(trainer.inputs.ports) if given is None else given)
         loss, gradients = trainer.gradients(batch)
         phase = trainer.plan.stages[0].phases["train"]
@@ -296,11 +296,11 @@ def _print(console: Console, rows: Sequence[Checked], kind: str, tolerance: floa
 
 
 @contextlib.contextmanager
-def _compiled(model: Path, recipe: Recipe, rules: Sequence[Path]) -> Iterator[Trainer]:
+def compiled(model: Path, recipe: Recipe, rules: Sequence[Path] = (), threads: int | None = None) -> Iterator[Trainer]:
     """A trainer on the model's training graphs, which are kept only as long as it."""
     with tempfile.TemporaryDirectory(prefix="ortc-grad-") as folder:
-        compile(model, Path(folder) / "stages", unfused(recipe), rules=rules)
-        with Trainer(Path(folder) / "stages") as trainer:
+        compile(model, Path(folder) / "stages", recipe, rules=rules)
+        with Trainer(Path(folder) / "stages", threads=threads) as trainer:
             yield trainer
 
 

@@ -10,7 +10,6 @@ Three things are compared on one batch, each with something that was made anothe
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import tempfile
@@ -27,11 +26,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from ortc import __version__
-from ortc.artifacts import compile, load_rules
+from ortc.artifacts import load_rules
 from ortc.compiler import SLOT, Compilation, Pass, of, role, run_passes, stages_of
 from ortc.diff import printable
 from ortc.errors import ModelError, NotFiniteError, OrtcError
-from ortc.grad import TOLERANCES, VANISHING, difference, load_batch, narrowest
+from ortc.grad import TOLERANCES, VANISHING, compiled, difference, load_batch, narrowest
 from ortc.graph.cut import carve, needed
 from ortc.graph.shapes import dims
 from ortc.plan import Plan, fingerprint
@@ -251,7 +250,7 @@ def _gradients(
         yield from (Check(name, note=str(error)) for name in names)
         return
     if plan.fused:
-        with _aside(source, unfused(plan.recipe), threads) as whole:
+        with compiled(source, unfused(plan.recipe), threads=threads) as whole:
             loss, gradients = _finite_gradients(whole, batch)
     else:
         loss, gradients = _finite_gradients(trainer, batch)
@@ -273,20 +272,11 @@ def _fused_step(plan: Plan, source: Path, batch: Batch, threads: int | None) -> 
     """Where each weight is updated as its gradient comes: against all gradients first."""
     found = []
     for recipe in (plan.recipe, unfused(plan.recipe)):
-        with _aside(source, recipe, threads) as trainer:
+        with compiled(source, recipe, threads=threads) as trainer:
             trainer.step(batch)
             found.append({name: array.copy() for name, array in trainer.parameters.items()})
     errors = {name: relative_error(array, found[1][name]) for name, array in found[0].items()}
     return _worst("the fused step = all gradients, then the optimizer", errors, 0.0, "to the last bit")
-
-
-@contextlib.contextmanager
-def _aside(source: Path, recipe: Recipe, threads: int | None) -> Iterator[Trainer]:
-    """A trainer of the model, which is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="ortc-verify-") as folder:
-        compile(source, Path(folder) / "stages", recipe)
-        with Trainer(Path(folder) / "stages", threads=threads) as trainer:
-            yield trainer
 
 
 def _finite_gradients(trainer: Trainer, batch: Batch) -> tuple[float, dict[str, np.ndarray]]:

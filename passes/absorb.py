@@ -6,6 +6,7 @@ ONNX Runtime would do some of it too, but a node that it makes runs when it like
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -90,14 +91,12 @@ class _Transposes:
         flags = [
             int(swap) ^ node.attributes.get_int(name, 0) for (_, swap), name in zip(operands, ("transA", "transB"), strict=True)
         ]
-        tags = {key.removeprefix("ortc."): text for key, text in node.metadata_props.items() if key.startswith("ortc.")}
-        tags = {"origin": node.name or "", **tags, "pass": Absorb.name}
         given = {key: a.value for key, a in node.attributes.items() if key not in ("transA", "transB")}
         flat = all(rank(v) == 2 for v in values) and node.domain == ""
         op_type, domain = ("Gemm", "") if flat else ("FusedMatMul", _CONTRIB)
         rest = node.inputs[2:]
         output = node.outputs[0]
-        with self.op.scope(node.name or node.op_type, before=node, **{f"{key}_": text for key, text in tags.items()}):
+        with self._in_place_of(node):
             made = self.op.node(
                 op_type, *values, *rest, _domain=domain, _like=output, **given, transA=flags[0] or None, transB=flags[1] or None
             )
@@ -126,11 +125,15 @@ class _Transposes:
     def _moved(self, source: ir.Value, perm: Sequence[int], instead: ir.Node) -> ir.Value:
         key = source, tuple(perm)
         if key not in self._rest:
-            tags = {f"{k.removeprefix('ortc.')}_": t for k, t in instead.metadata_props.items() if k.startswith("ortc.")}
-            tags = {"origin_": instead.name or "", **tags, "pass_": Absorb.name}
-            with self.op.scope(instead.name or "Transpose", before=instead, **tags):
+            with self._in_place_of(instead):
                 self._rest[key] = self.op.Transpose(source, perm=list(perm))
         return self._rest[key]
+
+    def _in_place_of(self, node: ir.Node) -> AbstractContextManager[None]:
+        """A scope for what stands for a node: where that came from, this does."""
+        tags = {f"{key.removeprefix('ortc.')}_": text for key, text in node.metadata_props.items() if key.startswith("ortc.")}
+        tags = {"origin_": node.name or "", **tags, "pass_": Absorb.name}
+        return self.op.scope(node.name or node.op_type, before=node, **tags)
 
 
 def _permutation(node: ir.Node) -> list[int] | None:

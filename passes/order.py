@@ -33,10 +33,10 @@ class Order(Pass):
                     continue
                 graph = model.graph
                 shapes = learned_sizes(graph, c.sizes)
-                before = phase_memory(graph, shapes).peak
+                again = c.recomputed.get(stage) if name == "train" else None
+                before = phase_memory(graph, shapes).peak if again is not None else 0
                 graph.extend(low_peak_order(graph, value_bytes(graph, shapes), kernels(shapes)))
-                again = c.recomputed.get(stage)
-                if again is not None and name == "train":
+                if again is not None:
                     less = before - phase_memory(graph, shapes).peak
                     c.recomputed[stage] = again.model_copy(update={"memory_after": again.memory_after - less})
 

@@ -50,8 +50,7 @@ class CutStages(Pass):
             places[node.name or ""] = tuple(sorted(found.duplicated.get(node, {stage})))
         c.costs = [_costs(row, count) for row, count in zip(found.table, in_flight(schedule), strict=True)]
         c.stages = [{} for _ in range(pipeline.stages)]
-        sizes = assumed_sizes(c)
-        c.sizes = {**named_sizes(c.graph, concrete_sizes(c.graph, sizes)), **sizes}  # a stage's inputs may have any of them
+        c.sizes = {**named_sizes(c.graph, found.shapes), **assumed_sizes(c)}  # a stage's inputs may have any of them
         _cut_into(c, "train", c.model, places)
         _cut_into(c, "eval", evaluation, _by_inputs(evaluation.graph, places))
         check(schedule, _edges(c))

@@ -15,7 +15,7 @@ import onnx
 import onnxruntime
 import pytest
 from gradcheck import TARGETS
-from test_memory import SESSION, measured, needs_linux
+from test_memory import SESSION, batch_of, measured, needs_linux
 
 from ortc import Trainer
 from ortc.artifacts import compile
@@ -256,27 +256,14 @@ def test_no_order_of_the_nodes_changes_a_bit(case: str, tmp_path: Path, monkeypa
 # ---- memory ----------------------------------------------------------------------------------------------------------------
 
 WHOLE = """
-import json, sys
-import numpy as np
-import onnxruntime
 import ortc
 
-def resident(field):
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))
-
-class Bare(onnxruntime.SessionOptions):
-    def __init__(self):
-        super().__init__()
-        self.enable_cpu_mem_arena = False
-
-onnxruntime.SessionOptions = Bare
 with np.load(sys.argv[2]) as archive:
     batch = dict(archive)
 start = resident("VmRSS")
 trainer = ortc.Trainer(sys.argv[1], threads=1)
 trainer.step(batch)
-with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")
+reset()
 trainer.step(batch)
 print(json.dumps(resident("VmHWM") - start))
 """
@@ -315,12 +302,7 @@ def test_fused_sessions_peak_as_predicted(name: str, tmp_path: Path) -> None:
         model, sizes, recipe = GPT, {"batch": 128, "sequence": 16}, {}
     plan = build(model, tmp_path / "o", {**recipe, "pipeline": {"sizes": sizes}})
     with Trainer(tmp_path / "o", threads=1) as trainer:
-        numbers, arrays = np.random.default_rng(0), {}
-        for port_name, port in trainer.inputs.ports.items():
-            shape = [d if isinstance(d, int) else sizes[d] for d in port.shape or ()]
-            floats = numbers.standard_normal(shape).astype(np.float32)
-            arrays[port_name] = numbers.integers(0, 2, shape) if "int" in port.dtype else floats
-        np.savez(tmp_path / "batch.npz", **arrays)
+        np.savez(tmp_path / "batch.npz", **batch_of(trainer, sizes))
     train = plan.stages[0].phases["train"]
     assert train.memory is not None
     assert train.memory.peak_bytes > 2**22

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -119,16 +120,31 @@ needs_linux = pytest.mark.skipif(
     reason="needs Linux and glibc",
 )
 
-PROBE = '''
+# What each measuring script starts with: sessions have no arena.
+PRELUDE = """
 import json, sys
 import numpy as np
 import onnxruntime
-from onnx import TensorProto, helper
-
-ROWS, COLUMNS = 2048, 4096
 
 def resident(field):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))
+
+def reset():
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+class Bare(onnxruntime.SessionOptions):
+    def __init__(self):
+        super().__init__()
+        self.enable_cpu_mem_arena = False
+
+onnxruntime.SessionOptions = Bare
+"""
+
+PROBE = '''
+from onnx import TensorProto, helper
+
+ROWS, COLUMNS = 2048, 4096
 
 def peak(operator, operands, attributes):
     """What a node and its operands have alive, in their size."""
@@ -143,14 +159,13 @@ def peak(operator, operands, attributes):
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     options = onnxruntime.SessionOptions()
-    options.enable_cpu_mem_arena = options.enable_mem_pattern = options.enable_mem_reuse = False
+    options.enable_mem_pattern = options.enable_mem_reuse = False
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     feeds = {"x": np.ones((1, COLUMNS), np.float32)}
     session.run(None, feeds)
     before = resident("VmRSS")
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
+    reset()
     session.run(None, feeds)
     return (resident("VmHWM") - before) / (4 * ROWS * COLUMNS)
 
@@ -158,8 +173,9 @@ print(json.dumps([peak(*row) for row in json.loads(sys.argv[1])]))
 '''
 
 
-def measured(script: str, *arguments: str) -> list:
-    command = [sys.executable, "-c", script, *arguments]
+def measured(script: str, *arguments: str) -> Any:
+    """What a script prints, after the prelude, in a process of its own."""
+    command = [sys.executable, "-c", PRELUDE + script, *arguments]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, **EXACT}, timeout=300)
     return json.loads(done.stdout)
 
@@ -198,27 +214,14 @@ def _node(op: str, operands: int, attributes: dict[str, int]):
 
 
 SESSION = """
-import json, sys
-import numpy as np
-import onnxruntime
 import ortc
 from ortc.runtime import stage
 
-def resident(field):
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))
-
-class Bare(onnxruntime.SessionOptions):
-    def __init__(self):
-        super().__init__()
-        self.enable_cpu_mem_arena = False
-
-onnxruntime.SessionOptions = Bare
 peaks, run = {}, stage.Phase.run
 
 def watched(phase, *feeds):
     before = resident("VmRSS")
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
+    reset()
     made = run(phase, *feeds)
     peaks[phase.graph.file] = resident("VmHWM") - before
     return made

@@ -17,7 +17,7 @@ from ortc.plan import Plan, Port, Stage, load_plan
 from ortc.recipe import LearningRate
 from ortc.runtime import checkpoint
 from ortc.runtime.adapters import adapter_graph, check_free, merged, write_adapters
-from ortc.runtime.batch import Batch, BatchCheck, synthetic_batch
+from ortc.runtime.batch import BatchCheck, synthetic_batch
 from ortc.runtime.checkpoint import Progress
 from ortc.runtime.data import first_batch
 from ortc.runtime.engine import Engine, Trace
@@ -281,12 +281,12 @@ class Trainer:
         samples = sum(self.inputs.samples(part.batch) for part in parts)
         told = None if self._fused else norm
         result = StepResult(number, loss, lr, told, samples, scale, _tokens(self.plan, parts), self._fetched())
-        if not finite and self._precision.scaling == "dynamic" and not _holds_damage(parts):
+        if not finite and self._precision.scaling == "dynamic" and not _damaged(parts):
             self.scaling = self.scaling.after(False, self._precision)
             self.step_number = number
             return replace(result, skipped=True)
         if not finite and self._fused:
-            damaged = _damaged([part.batch for part in parts])
+            damaged = _damaged(parts)
             why = f" (the batch holds {damaged})" if damaged else ""
             raise NotFiniteError(f"step {number}: the loss is {loss:g}{why}. {_capital(self._lost)}")
         if not finite:
@@ -312,7 +312,7 @@ class Trainer:
         sizes = self._team.each(lambda w: w.gradient_sizes())[0]
         shares = self._shares(parts)
         node = self._team.each(lambda w: w.first_not_finite(shares[w.replica], seed=self.seed, step=step))[0]
-        error = NotFiniteError(_describe_not_finite(step, loss, bad, [part.batch for part in parts], node))
+        error = NotFiniteError(_describe_not_finite(step, loss, bad, parts, node))
         error.report = {
             "step": step,
             "loss": repr(loss),
@@ -524,22 +524,15 @@ def _tokens(plan: Plan, parts: Sequence[Part]) -> int | None:
     return None
 
 
-def _holds_damage(parts: Sequence[Part]) -> bool:
-    """Whether the data itself is not finite, which no loss scale mends."""
-    return any(a.dtype.kind == "f" and not np.isfinite(a).all() for part in parts for a in part.batch.values())
-
-
-def _damaged(batches: Sequence[Batch]) -> str:
-    """What of the data is not finite; empty if all is."""
-    arrays = [(name, a) for batch in batches for name, a in batch.items() if a.dtype.kind == "f"]
+def _damaged(parts: Sequence[Part]) -> str:
+    """What of the data is not finite, which no loss scale mends; empty if all is."""
+    arrays = [(name, a) for part in parts for name, a in part.batch.items() if a.dtype.kind == "f"]
     names = dict.fromkeys(name for name, a in arrays if not np.isfinite(a).all())
     return f"NaN or infinity, in {', '.join(map(repr, names))}" if names else ""
 
 
-def _describe_not_finite(
-    step: int, loss: float, bad: Sequence[str], batches: Sequence[Batch], node: Sequence[str] | None
-) -> str:
-    damaged = _damaged(batches)
+def _describe_not_finite(step: int, loss: float, bad: Sequence[str], parts: Sequence[Part], node: Sequence[str] | None) -> str:
+    damaged = _damaged(parts)
     advice = "try a lower learning rate, a warm-up, or look at this batch"
     if damaged:
         advice = f"the batch itself holds {damaged}"
