@@ -152,6 +152,14 @@ class Recomputed(_Table):
     memory_after: int = Field(description="and with it")
 
 
+class Stashed(_Table):
+    """What a stage keeps for its backward in a smaller form (`stash`), of one micro-batch of the sizes that it was told."""
+
+    values: int = Field(description="how many values")
+    bytes_before: int = Field(description="that they would take")
+    bytes_after: int = Field(description="that they take")
+
+
 class Stage(_Table):
     """What one pipeline rank holds."""
 
@@ -163,6 +171,7 @@ class Stage(_Table):
     )
     costs: StageCosts | None = Field(None, description="predicted, of several stages")
     recomputed: Recomputed | None = Field(None, description="where the recipe asks for it")
+    stashed: Stashed | None = Field(None, description="where the recipe asks for it, and there is something")
 
     def optimizer(self, replica: int) -> str:
         """The name of the phase that a replica updates with; it need not be there."""

@@ -28,6 +28,7 @@ from ortc.passes.pipeline import CleanUp, Decompose, Gradients, Lower, Prepare, 
 from ortc.passes.precision import CastToHalf
 from ortc.passes.quantization import PairQuantizers
 from ortc.passes.recompute import Recompute
+from ortc.passes.stash import NarrowStash, PackStash
 from ortc.passes.stages import CutStages, SplitPhases
 
 # What `ortc rewrite` runs before a pass that it runs alone: the one form that all of them know.
@@ -65,6 +66,8 @@ def standard() -> list[Pass]:
         Lower(),
         CleanUp(),
         Recompute(),
+        PackStash(),
+        NarrowStash(),
         Order(),
         SplitPhases(),
         PredictMemory(),
