@@ -28,8 +28,8 @@ from ortc.passes.pipeline import CleanUp, Decompose, Gradients, Lower, Prepare, 
 from ortc.passes.precision import CastToHalf
 from ortc.passes.quantization import PairQuantizers
 from ortc.passes.recompute import Recompute
-from ortc.passes.stash import NarrowStash, PackStash
 from ortc.passes.stages import CutStages, SplitPhases
+from ortc.passes.stash import NarrowStash, PackStash
 
 # What `ortc rewrite` runs before a pass that it runs alone: the one form that all of them know.
 NORMAL_FORM = ("prepare", "upgrade", "pair-quantizers", "choose-parameters", "simplify")

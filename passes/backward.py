@@ -40,8 +40,10 @@ def forward_nodes(graph: ir.Graph) -> set[ir.Node]:
 
 
 def halves(graph: ir.Graph) -> tuple[list[ir.Node], list[ir.Node]]:
-    """The forward and the backward, in order. What the backward alone wants to know of sizes, the forward comes to tell: else it
-    would keep whole values for that."""
+    """The forward and the backward, in order.
+
+    What the backward alone wants to know of sizes, the forward comes to tell: else it would keep whole values for that.
+    """
     forward = forward_nodes(graph)
     last: dict[ir.Node, ir.Node] = {}
     for node in list(graph):

@@ -77,6 +77,10 @@ def _check(c: Compilation) -> None:
         )
     if c.recipe.precision.scaling != "none":
         raise _refuse("has no scale of the loss: give --loss-scale none, or --precision bf16 or fp32")
+    if c.recipe.optimizer.moments != "fp32":
+        raise _refuse("has the optimizer's moments in float32: leave out --moments")
+    if c.recipe.stash.dtype == "int8":
+        raise _refuse("takes int8 for quantised products: give --stash-dtype bf16 or fp16")
     trained = [p for p in c.parameters if p.trainable]
     if not trained:
         raise _refuse("needs a parameter that trains; `ortc inspect` of the model says why none does")

@@ -1,14 +1,14 @@
 """Activation compression: what the backward reads of the forward is kept small (Gist: Jain et al., ISCA 2018).
 
-Works on each stage's training graph, after recompute (what is computed again is not kept) and before the order is decided. A value
-is compressed right behind the last node of the forward that reads it, and made again in front of the first node of the backward
-that does, where it waits for a gradient (``passes/backward.py``). Views are looked at again, and what follows from a mask and
-constants alone is made again from the mask.
+Works on each stage's training graph, after recompute (what is computed again is not kept) and before the order is decided. A
+value is compressed right behind the last node of the forward that reads it, and made again in front of the first node of the
+backward that does, where it waits for a gradient (``passes/backward.py``). Views are looked at again, and what follows from a
+mask and constants alone is made again from the mask.
 
 Without loss:
 
-* a mask as bits, eight in a byte; a comparison that only the backward makes moves into the forward, where that frees the numbers
-  compared (a ReLU's output in front of a max-pool);
+* a mask as bits, eight in a byte; a comparison that only the backward makes moves into the forward, where that frees the
+  numbers compared (a ReLU's output in front of a max-pool);
 * where a max-pool found its maximum as the distance from the window's first element, in a byte or two.
 
 With loss, by choice: float32 values in fewer bits.
@@ -45,8 +45,8 @@ _UINT8, _BOOL = int(ir.DataType.UINT8), int(ir.DataType.BOOL)
 _LEAST = 1 << 12
 
 # What makes a mask of values, and what may be made again of a mask and constants.
-_MASKS = frozenset("Equal Greater GreaterOrEqual Less LessOrEqual And Or Xor Not IsNaN IsInf".split())
-_OF_MASKS = frozenset("Cast Mul Not Where".split())
+_MASKS = frozenset(["Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "And", "Or", "Xor", "Not", "IsNaN", "IsInf"])
+_OF_MASKS = frozenset(["Cast", "Mul", "Not", "Where"])
 
 # A row of at least so many numbers has a scale of its own in 8 bits; where rows are shorter, each sample has.
 _ROW = 64
@@ -94,7 +94,7 @@ def _ragged(mask: ir.Value) -> bool:
 
 
 def _distances(pool: ir.Node) -> Code | None:
-    """Of a max-pool's indices: how far from the first element of the window, as unsigned numbers of the least width that fits."""
+    """Of a max-pool's indices: how far from the window's first element, as unsigned numbers of the least width that fits."""
     attributes, x, y = pool.attributes, pool.inputs[0], pool.outputs[0]
     sizes, found = (dims(v) or () for v in (x, y) if v is not None)
     if (
@@ -158,11 +158,8 @@ def _bytes(rows: bool) -> Code:
 
     def encode(op: Builder, value: ir.Value) -> list[ir.Value]:
         op.shape(value)
-        if rank(value) == 1:
-            shape = op.vector(1, -1)
-        else:
-            shape = op.vector(-1, op.dim(value, -1)) if rows else op.vector(0, -1)
-        flat = op.Reshape(value, shape)
+        outer = 0 if rank(value) != 1 else 1
+        flat = op.Reshape(value, op.vector(-1, op.dim(value, -1)) if rows else op.vector(outer, -1))
         largest = op.Max(op.ReduceMax(flat, [1], keepdims=0), op.Neg(op.ReduceMin(flat, [1], keepdims=0)))
         scale = op.Max(op.Mul(largest, 1 / 127), _TINY)
         return [op.QuantizeLinear(flat, scale, axis=0, output_dtype=int(ir.DataType.INT8)), scale]
@@ -259,9 +256,9 @@ def _move_comparisons(kept: _Kept) -> None:
     found: dict[ir.Value, set[ir.Node]] = {}
     for node in kept.backward:
         read = read_by(node)
-        if not node.domain and node.op_type in _MASKS:
-            if all(v in kept.made or v.producer() in able or _at_hand(v) for v in read):
-                able[node] = None
+        given = all(v in kept.made or v.producer() in able or _at_hand(v) for v in read)
+        if given and not node.domain and node.op_type in _MASKS:
+            able[node] = None
         for value in read:
             if value in kept.made:
                 found.setdefault(kept.source(value)[0], set()).add(node)
@@ -381,7 +378,7 @@ def _write(kept: _Kept, name: str, code_of: Callable[[ir.Value, Shapes], Code | 
 
 @dataclass(frozen=True)
 class PackStash(Pass):
-    """Keeps masks as bits and a max-pool's indices as bytes for the backward, where the recipe asks; changes no gradient's value."""
+    """Keeps masks as bits and max-pools' indices as bytes for the backward, where the recipe asks; gradients stay the same."""
 
     name = "pack-stash"
     after = ("recompute",)
