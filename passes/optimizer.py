@@ -305,7 +305,7 @@ def _check_moments(c: Compilation, declared: Declared) -> None:
     option = "beta2" if declared.name == "lion" else "beta1" if "beta1" in options else "momentum"
     if 1 - float(options.get(option, 0)) < _FORGETS_ENOUGH:
         c.warnings.append(
-            f"optimizer.moments: with {option}={options[option]} a step changes a moment by less than bfloat16 rounds: it stalls"
+            f"optimizer.moments: of {option}={options[option]} a step moves a moment by less than bfloat16 rounds: it stalls"
         )
 
 

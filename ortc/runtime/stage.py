@@ -230,8 +230,8 @@ _DLPACK_TYPE, _DLPACK_BFLOAT = 20, 4  # where a DLTensor has its type's code, an
 def ort_value(array: np.ndarray) -> Any:
     """An OrtValue over an array's memory, which must outlive it.
 
-    NumPy's arrays of bfloat16 (`ml_dtypes`) are unknown to ONNX Runtime, they pass as integers. Before 1.20 it takes the type of
-    those from DLPack alone (dlpack.h of dmlc/dlpack), where it is changed.
+    NumPy's arrays of bfloat16 (`ml_dtypes`) are unknown to ONNX Runtime, they pass as integers. Before 1.20 it is told another
+    type by DLPack alone (dlpack.h of dmlc/dlpack), where it is changed.
     """
     kind = import_onnxruntime().OrtValue
     if array.dtype.name != "bfloat16":
