@@ -268,7 +268,8 @@ def _arithmetic(operation: str, a: Dim, b: Dim) -> Dim:
     return _symbolic(operation, a, b)
 
 
-def _product(sizes: Sequence[Dim]) -> Dim:
+def product(sizes: Sequence[Dim]) -> Dim:
+    """The product of sizes, by number or name; None if one is unknown."""
     total: Dim = 1
     for size in sizes:
         total = _arithmetic("*", total, size)
@@ -443,7 +444,7 @@ def _extreme(node: ir.Node, *operands: np.ndarray) -> Any:
 
 @_entries("ReduceProd")
 def _reduce_prod(node: ir.Node, data: np.ndarray, axes: np.ndarray | None = None) -> Any:
-    total = _product(list(data.flat))
+    total = product(list(data.flat))
     return [total] if _attribute(node, "keepdims", 1) else total
 
 
@@ -459,7 +460,7 @@ def _shape(inference: ShapeInference, node: ir.Node) -> None:
 def _size(inference: ShapeInference, node: ir.Node) -> None:
     known = _input_dims(node, 0)
     if known is not None:
-        inference.learn(node.outputs[0], np.array(_product(known), dtype=object))
+        inference.learn(node.outputs[0], np.array(product(known), dtype=object))
 
 
 @_rule("Split")
@@ -522,9 +523,9 @@ def _quotient(have: list[Dim], others: list[Dim]) -> Dim:
             have.remove(d)
             others.remove(d)
     if not others:
-        return _product(have)
-    divisor = _product(others)
-    return None if divisor == 0 else _exact(_product(have), divisor)
+        return product(have)
+    divisor = product(others)
+    return None if divisor == 0 else _exact(product(have), divisor)
 
 
 def _exact(a: Dim, b: Dim) -> Dim:
@@ -659,7 +660,7 @@ def _flatten(inference: ShapeInference, node: ir.Node) -> None:
     if have is not None:
         axis = _attribute(node, "axis", 1)
         axis += len(have) if axis < 0 else 0
-        inference.refine(node.outputs[0], [_product(have[:axis]), _product(have[axis:])])
+        inference.refine(node.outputs[0], [product(have[:axis]), product(have[axis:])])
 
 
 @_rule("Pad")

@@ -28,10 +28,11 @@ from ortc.compiler import Compilation, Pass, role
 from ortc.graph.builder import Builder
 from ortc.graph.cut import read_by
 from ortc.graph.names import captured
-from ortc.graph.shapes import dims, rank
+from ortc.graph.shapes import Dims, dims, rank
 from ortc.passes.backward import AHEAD, Guard, Waiting, halves
 from ortc.passes.costs import Shapes, concrete_sizes
 from ortc.passes.gradients.convolution import window
+from ortc.passes.inference import product
 from ortc.passes.memory import VIEWS, phase_memory
 from ortc.passes.recompute import of_weights
 from ortc.passes.stages import assumed_sizes, schedule_of
@@ -77,7 +78,18 @@ def _bits(op: Builder, mask: ir.Value) -> list[ir.Value]:
     if _ragged(mask):
         missing = op.Mod(op.Sub(8, op.Mod(op.Size(mask), 8)), 8)
         flat = op.Pad(flat, op.Concat([0], op.Reshape(missing, [1]), axis=0))
-    return [op.Cast(op.MatMulInteger(op.Reshape(flat, [-1, 8]), _DIGITS[:, None]), to=_UINT8)]
+    packed = op.Cast(op.MatMulInteger(op.Reshape(flat, [-1, 8]), _DIGITS[:, None]), to=_UINT8)
+    packed.shape = ir.Shape([_eighth(dims(mask) or ()), 1])
+    return [packed]
+
+
+def _eighth(sizes: Dims) -> int | str | None:
+    """The number of elements over 8, rounded up."""
+    numbers = math.prod(d for d in sizes if isinstance(d, int))
+    if numbers % 8 == 0:
+        return product([numbers // 8, *(d for d in sizes if not isinstance(d, int))])
+    count = product(sizes)
+    return ((ir.SymbolicDim(count) + 7) // 8).value if isinstance(count, str) else None if count is None else -(-count // 8)
 
 
 def _from_bits(op: Builder, mask: ir.Value, kept: Sequence[ir.Value]) -> ir.Value:
@@ -131,8 +143,11 @@ def _distances(pool: ir.Node) -> Code | None:
             counted = op.Range(0, op.ReduceProd(outer, keepdims=0), 1)
             planes = op.Mul(counted, math.prod(sizes[2:]))  # type: ignore[arg-type]
             planes = op.Reshape(planes, op.Concat(outer, [1 for _ in axes], axis=0))
+        planes.shape = ir.Shape([*sizes[:2], *(1 for _ in axes)])
         distance = op.Clip(op.Sub(op.Sub(indices, planes), first), 0, furthest)  # of nothing but NaN there is no maximum
-        return [op.Cast(distance, to=int(narrow)), planes]
+        distance = op.Cast(distance, to=int(narrow))
+        distance.shape = indices.shape
+        return [distance, planes]
 
     def decode(op: Builder, indices: ir.Value, kept: Sequence[ir.Value]) -> ir.Value:
         distance = op.Cast(kept[0], to=int(ir.DataType.INT64))
@@ -158,11 +173,16 @@ def _bytes(rows: bool) -> Code:
 
     def encode(op: Builder, value: ir.Value) -> list[ir.Value]:
         op.shape(value)
-        outer = 0 if rank(value) != 1 else 1
-        flat = op.Reshape(value, op.vector(-1, op.dim(value, -1)) if rows else op.vector(outer, -1))
+        sizes = (1, *op.dims(value)) if rank(value) == 1 else op.dims(value)
+        to = op.vector(-1, op.dim(value, -1)) if rows else op.vector(0 if rank(value) != 1 else 1, -1)
+        flat = op.Reshape(value, to)
         largest = op.Max(op.ReduceMax(flat, [1], keepdims=0), op.Neg(op.ReduceMin(flat, [1], keepdims=0)))
         scale = op.Max(op.Mul(largest, 1 / 127), _TINY)
-        return [op.QuantizeLinear(flat, scale, axis=0, output_dtype=int(ir.DataType.INT8)), scale]
+        narrow = op.QuantizeLinear(flat, scale, axis=0, output_dtype=int(ir.DataType.INT8))
+        outer, inner = (sizes[:-1], sizes[-1:]) if rows else (sizes[:1], sizes[1:])
+        narrow.shape = ir.Shape([product(outer), product(inner)])
+        scale.shape = ir.Shape([product(outer)])
+        return [narrow, scale]
 
     def decode(op: Builder, value: ir.Value, kept: Sequence[ir.Value]) -> ir.Value:
         return op.reshape_like(op.DequantizeLinear(*kept, axis=0), value)
@@ -370,6 +390,9 @@ def _write(kept: _Kept, name: str, code_of: Callable[[ir.Value, Shapes], Code | 
                 for use in tuple(value.uses()):
                     if use.node in place:
                         use.node.replace_input_with(use.idx, made[value])
+    for node in reversed(kept.graph):  # a shape that was known after all
+        if AHEAD in node.metadata_props and not any(v.uses() for v in node.outputs):
+            kept.graph.remove(node, safe=True)
     return [(group, values) for _, group, _, values in coded]
 
 
