@@ -190,9 +190,8 @@ def stash_lines(plan: Plan) -> list[str]:
             lines.append(f"  stash       {where}{', '.join(how)}: there is nothing that gets smaller")
             continue
         size = f"{format_bytes(found.bytes_before)} -> {format_bytes(found.bytes_after)}"
-        lines.append(
-            f"  stash       {where}{', '.join(how)}: {found.values} values kept for the backward, {size} a micro-batch"
-        )
+        text = f"{where}{', '.join(how)}: the backward keeps {size} of a micro-batch, {found.values} values in another form"
+        lines.append(f"  stash       {text}")
     return lines
 
 

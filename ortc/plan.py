@@ -155,9 +155,9 @@ class Recomputed(_Table):
 class Stashed(_Table):
     """What a stage keeps for its backward in a smaller form (`stash`), of one micro-batch of the sizes that it was told."""
 
-    values: int = Field(description="how many values")
-    bytes_before: int = Field(description="that they would take")
-    bytes_after: int = Field(description="that they take")
+    values: int = Field(description="how many values have another form")
+    bytes_before: int = Field(description="of all that the backward reads of the forward, without")
+    bytes_after: int = Field(description="and with it")
 
 
 class Stage(_Table):

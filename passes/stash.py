@@ -259,15 +259,10 @@ class _Kept:
             return read[0] if self.source(read[0])[0].dtype == ir.DataType.BOOL else None
         return None
 
-    def own_bytes(self, group: _Group) -> int:
-        """Bytes that the values of a group take, views none."""
-        own = set()
-        for value, path in group.read.items():
-            rest = list(path)
-            while rest and node_key(rest[-1]) in VIEWS:
-                value = rest.pop().inputs[0]  # type: ignore[assignment]
-            own.add(value)
-        return sum(self.shapes.bytes(v) for v in own)
+    def bytes(self) -> int:
+        """What the backward reads of the forward, views once."""
+        read = dict.fromkeys(_viewed(v) for node in self.backward for v in read_by(node) if v in self.made)
+        return sum(self.shapes.bytes(v) for v in read if v in self.made)
 
 
 def _move_comparisons(kept: _Kept) -> None:
@@ -326,31 +321,26 @@ def _compress(c: Compilation, name: str, masks: bool, code_of: Callable[[ir.Valu
             continue
         graph = phases["train"].graph
         shapes = concrete_sizes(graph, binding)
+        peak, before = phase_memory(graph, shapes).peak, _Kept(graph, shapes, masks=masks, divided=divided)
+        bytes_before = before.bytes()
         if masks:
-            _move_comparisons(_Kept(graph, shapes, masks=masks, divided=divided))
-        kept = _Kept(graph, shapes, masks=masks, divided=divided)
-        peak = phase_memory(graph, shapes).peak
-        written = _write(kept, name, code_of)
-        if not written:
+            _move_comparisons(before)
+        count = _write(_Kept(graph, shapes, masks=masks, divided=divided), name, code_of)
+        if count == 0:
             continue
-        before = sum(kept.own_bytes(group) for group, _ in written)
         shapes = concrete_sizes(graph, binding)
-        after = sum(shapes.bytes(v) for v in {v for _, values in written for v in values})
-        so_far = c.stashed.get(stage, Stashed(values=0, bytes_before=0, bytes_after=0))
-        c.stashed[stage] = Stashed(
-            values=so_far.values + len(written),
-            bytes_before=so_far.bytes_before + before,
-            bytes_after=so_far.bytes_after + after,
-        )
+        bytes_after = _Kept(graph, shapes, masks=masks, divided=divided).bytes()
+        so_far = c.stashed.get(stage, Stashed(values=0, bytes_before=bytes_before, bytes_after=bytes_after))
+        c.stashed[stage] = so_far.model_copy(update={"values": so_far.values + count, "bytes_after": bytes_after})
         again = c.recomputed.get(stage)
         if again is not None:
             parked = waiting[stage] - 1 if divided else 0
-            less = peak - phase_memory(graph, shapes).peak + parked * (before - after)
+            less = peak - phase_memory(graph, shapes).peak + parked * (bytes_before - bytes_after)
             c.recomputed[stage] = again.model_copy(update={"memory_after": again.memory_after - less})
 
 
-def _write(kept: _Kept, name: str, code_of: Callable[[ir.Value, Shapes], Code | None]) -> list[tuple[_Group, list[ir.Value]]]:
-    """Write encoders and decoders; the groups that have some, with what is kept of them."""
+def _write(kept: _Kept, name: str, code_of: Callable[[ir.Value, Shapes], Code | None]) -> int:
+    """Write encoders and decoders of all values that have a code; how many those are."""
     op, nodes = Builder(kept.graph), list(kept.graph)
     last: dict[ir.Value, int] = {}
     forward = set(kept.forward)
@@ -393,7 +383,7 @@ def _write(kept: _Kept, name: str, code_of: Callable[[ir.Value, Shapes], Code | 
     for node in reversed(kept.graph):  # a shape that was known after all
         if AHEAD in node.metadata_props and not any(v.uses() for v in node.outputs):
             kept.graph.remove(node, safe=True)
-    return [(group, values) for _, group, _, values in coded]
+    return len(coded)
 
 
 # ---- the passes ------------------------------------------------------------------------------------------------------
