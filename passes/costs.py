@@ -15,7 +15,7 @@ import onnx_ir as ir
 from ortc.autodiff import differentiable_inputs
 from ortc.errors import ModelError
 from ortc.graph.names import all_graphs, captured
-from ortc.graph.shapes import Dims, constant, dims, is_float
+from ortc.graph.shapes import constant, dims, is_float
 from ortc.passes.inference import infer_shapes
 from ortc.rules import CONTROL, GRADIENTS, OpKey, node_key, op_key
 
@@ -121,15 +121,8 @@ def concrete_sizes(graph: ir.Graph, binding: Mapping[str, int], default: int = 1
         inferred = {old: dims(new) for old, new in zip(_values(graph), _values(copy), strict=True)}
     except ModelError:  # sizes that the model does not allow, such as a sequence of 1 where it splits in two
         inferred = {}
-    found = {v: _known(d, sizes.get(v)) for v, d in inferred.items() if d is not None}
+    found = {v: d for v, d in inferred.items() if d is not None}
     return Shapes({v: tuple(_size(x, binding, default) for x in d) for v, d in {**sizes, **found}.items()})
-
-
-def _known(inferred: Dims, stamped: Dims | None) -> Dims:
-    """A dimension's number where one is inferred, else what was known of it: behind a reshape by computed sizes none is."""
-    if stamped is None or len(stamped) != len(inferred):
-        return inferred
-    return tuple(a if isinstance(a, int) or b is None else b for a, b in zip(inferred, stamped, strict=True))
 
 
 def named_sizes(graph: ir.Graph, shapes: Shapes) -> dict[str, int]:

@@ -654,6 +654,19 @@ def _concat_dims(inference: ShapeInference, node: ir.Node) -> None:
         inference.refine(node.outputs[0], shape)
 
 
+@_rule("Compress")
+def _compress(inference: ShapeInference, node: ir.Node) -> None:
+    have, condition = _input_dims(node, 0), constant(_input(node, 1))
+    if condition is None:
+        return
+    count = int(np.count_nonzero(condition))
+    if "axis" not in node.attributes:
+        inference.refine(node.outputs[0], [count])
+    elif have is not None:
+        axis = _attribute(node, "axis", 0) % len(have)
+        inference.refine(node.outputs[0], [*have[:axis], count, *have[axis + 1 :]])
+
+
 @_rule("Flatten")
 def _flatten(inference: ShapeInference, node: ir.Node) -> None:
     have = _input_dims(node, 0)
