@@ -291,6 +291,7 @@ def write_stage(c: Compilation, folder: Path, index: int, held: set[str]) -> Sta
         phases=phases,
         costs=c.costs[index] if c.costs else None,
         recomputed=c.recomputed.get(index),
+        stashed=c.stashed.get(index),
     )
 
 

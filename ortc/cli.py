@@ -114,6 +114,19 @@ def compile_(
     memory_budget: Annotated[
         str | None, typer.Option(metavar="4GiB", help="bytes that a rank's tensors may take; recompute sees to it")
     ] = None,
+    stash: Annotated[
+        str | None,
+        typer.Option(
+            metavar="keep|packed", help="what the backward reads of the forward: packed keeps masks as bits, indices as bytes"
+        ),
+    ] = None,
+    stash_dtype: Annotated[
+        str | None,
+        typer.Option(metavar="fp32|fp16|bf16|int8", help="type in which activations are kept; `ortc verify` says what it does"),
+    ] = None,
+    moments: Annotated[
+        str | None, typer.Option(metavar="fp32|bf16", help="type in which the optimizer's first moments are stored")
+    ] = None,
     stages: Annotated[int | None, typer.Option(min=1, help="parts of the model, for as many pipeline ranks")] = None,
     micro_batches: Annotated[int | None, typer.Option(min=1, help="parts of a batch; gradients add up over them")] = None,
     pipeline: Annotated[
@@ -168,7 +181,7 @@ def compile_(
         clip_value=clip_value, fuse=fuse_update or None, precision=precision, loss_scale=loss_scale, gelu=gelu,
         without=without, with_=with_,
         recompute={"nodes": recompute, "budget": None if memory_budget is None else parse_bytes(memory_budget)},
-        artifacts=artifacts,
+        stash={"packed": parse_stash(stash), "dtype": stash_dtype}, moments=moments, artifacts=artifacts,
         pipeline={
             "stages": stages or (len(cut) + 1 if cut else sizes.get("stages")), "schedule": schedule_text,
             "micro_batches": micro_batches or sizes.get("micro_batches"), "ranks": ranks or sizes.get("ranks"),
@@ -657,6 +670,8 @@ def build_recipe(
     precision: str | None = None,
     loss_scale: str | None = None,
     recompute: dict[str, Any] | None = None,
+    stash: dict[str, Any] | None = None,
+    moments: str | None = None,
     gelu: str | None = None,
     without: list[str] | None = None,
     with_: list[str] | None = None,
@@ -681,10 +696,11 @@ def build_recipe(
     tables = (
         (fields["parameters"], {"train": train or None, "freeze": freeze or None}),
         (fields["learning_rate"], {"base": lr, "schedule": schedule, "warmup": warmup}),
-        (fields["optimizer"], {"ema": ema, "max_norm": clip_norm, "max_value": clip_value, "fuse": fuse}),
+        (fields["optimizer"], {"ema": ema, "max_norm": clip_norm, "max_value": clip_value, "fuse": fuse, "moments": moments}),
         (fields["precision"], {"type": precision}),
         (fields["precision"]["loss_scale"], _loss_scale(loss_scale)),
         (fields["recompute"], recompute or {}),
+        (fields["stash"], stash or {}),
         (fields["pipeline"], pipeline or {}),
         (fields, {"wrt": wrt or None, "batch_norm": batch_norm, "seed": seed, "target": target, "gelu": gelu}),
         (fields, {"artifacts": artifacts or None}),
@@ -743,6 +759,13 @@ def _named(text: str, flag: str) -> tuple[str, str]:
     if not equals or not name or not value:
         raise RecipeError(f"{flag}: {text!r} is not NAME=NAME")
     return name, value
+
+
+def parse_stash(text: str | None) -> bool | None:
+    """``keep`` or ``packed``: whether masks and indices are packed."""
+    if text not in (None, "keep", "packed"):
+        raise RecipeError(f"--stash: {text!r} is neither keep nor packed")
+    return None if text is None else text == "packed"
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -822,7 +845,7 @@ def _value(text: str) -> Any:
 
 def describe_plan(plan: Plan, output: Path) -> str:
     """What was compiled, in a few lines: what was chosen, and how to choose otherwise."""
-    from ortc.inspection import gelu_lines, recompute_lines, schedule_name, stage_lines, summarise_rewrites
+    from ortc.inspection import gelu_lines, recompute_lines, schedule_name, stage_lines, stash_lines, summarise_rewrites
 
     trained = plan.trainable()
     count = sum(math.prod(p.shape) for p in trained)
@@ -848,6 +871,7 @@ def describe_plan(plan: Plan, output: Path) -> str:
         )
         lines += stage_lines(plan)
     lines += recompute_lines(plan)
+    lines += stash_lines(plan)
     inputs = _data_inputs(plan)
     if pipeline.stages > 1:
         where = (f"{name} (stage {', '.join(map(str, stages))})" for name, stages in inputs.items())

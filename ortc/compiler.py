@@ -13,7 +13,18 @@ import onnx_ir as ir
 
 from ortc.boundary import Part
 from ortc.errors import RecipeError
-from ortc.plan import AdapterInfo, LossInfo, ParameterInfo, PassRun, PhaseMemory, Recomputed, RewriteInfo, Sessions, StageCosts
+from ortc.plan import (
+    AdapterInfo,
+    LossInfo,
+    ParameterInfo,
+    PassRun,
+    PhaseMemory,
+    Recomputed,
+    RewriteInfo,
+    Sessions,
+    StageCosts,
+    Stashed,
+)
 from ortc.recipe import Recipe
 from ortc.target import Target
 
@@ -39,6 +50,7 @@ class Compilation:
     sizes: dict[str, int] = field(default_factory=dict)  # of symbolic dimensions, as assumed for the costs
     memory: list[dict[str, PhaseMemory]] = field(default_factory=list)  # of each stage's phases
     recomputed: dict[int, Recomputed] = field(default_factory=dict)  # by stage
+    stashed: dict[int, Stashed] = field(default_factory=dict)  # by stage
     weights: dict[str, ir.TensorProtocol] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)  # a weight's copy in the file -> the weight
     parameters: list[ParameterInfo] = field(default_factory=list)

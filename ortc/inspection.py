@@ -74,7 +74,7 @@ def inspect_folder(folder: Path, timeline: Path | None = None, schedule_file: Pa
         console.print(f"loss: {loss.name} of output {loss.output!r}: {loss.chosen}", markup=False)
     for warning in plan.warnings:
         console.print(f"warning: {warning}", markup=False)
-    for line in recompute_lines(plan):
+    for line in (*recompute_lines(plan), *stash_lines(plan)):
         console.print(line.strip(), markup=False)
     for stage in plan.stages:
         if stage.recomputed is not None and stage.recomputed.nodes:
@@ -173,6 +173,25 @@ def recompute_lines(plan: Plan) -> list[str]:
             f"  recompute   {where}{again.policy}: {len(again.nodes)} nodes run again, {peak}, {more:+.1%} time, as predicted "
             "(--recompute, --memory-budget)"
         )
+    return lines
+
+
+def stash_lines(plan: Plan) -> list[str]:
+    """What each stage keeps for its backward in a smaller form."""
+    chosen = plan.recipe.stash
+    how = [text for text, on in (("packed", chosen.packed), (chosen.dtype, chosen.dtype != "fp32")) if on]
+    if not how:
+        return []
+    lines = []
+    for stage in plan.stages:
+        where = f"stage {stage.index}: " if len(plan.stages) > 1 else ""
+        found = stage.stashed
+        if found is None:
+            lines.append(f"  stash       {where}{', '.join(how)}: there is nothing that gets smaller")
+            continue
+        size = f"{format_bytes(found.bytes_before)} -> {format_bytes(found.bytes_after)}"
+        text = f"{where}{', '.join(how)}: the backward keeps {size} of a micro-batch, {found.values} values in another form"
+        lines.append(f"  stash       {text}")
     return lines
 
 

@@ -155,6 +155,14 @@ class Recomputed(_Table):
     memory_after: int = Field(description="and with it")
 
 
+class Stashed(_Table):
+    """What a stage keeps for its backward in a smaller form (`stash`), of one micro-batch of the sizes that it was told."""
+
+    values: int = Field(description="how many values have another form")
+    bytes_before: int = Field(description="of all that the backward reads of the forward, without")
+    bytes_after: int = Field(description="and with it")
+
+
 class Stage(_Table):
     """What one pipeline rank holds."""
 
@@ -167,6 +175,7 @@ class Stage(_Table):
     )
     costs: StageCosts | None = Field(None, description="predicted, of several stages")
     recomputed: Recomputed | None = Field(None, description="where the recipe asks for it")
+    stashed: Stashed | None = Field(None, description="where the recipe asks for it, and there is something")
 
     @property
     def fused(self) -> bool:

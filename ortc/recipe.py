@@ -45,6 +45,9 @@ class Optimizer(_Table):
 
     name: str = Field("adamw", description="a declared optimizer: adamw, adam, sgd, lamb, adafactor, lion, rmsprop, adagrad")
     options: dict[str, Any] = Field(default_factory=dict, description="the optimizer's own options, e.g. beta1")
+    moments: Literal["fp32", "bf16"] = Field(
+        "fp32", description="the type in which first moments (exp_avg, momentum) are stored; second ones are in float32"
+    )
     max_norm: float | None = Field(None, gt=0, description="clip the gradients so that their norm together is at most this")
     max_value: float | None = Field(None, gt=0, description="clip each element of the gradients to ± this, after max_norm")
     ema: float | None = Field(
@@ -133,6 +136,19 @@ class Recompute(_Table):
     )
 
 
+class Stash(_Table):
+    """How small the backward's values of the forward are kept (Gist, Jain et al., ISCA 2018)."""
+
+    packed: bool = Field(
+        False, description="masks as bits, a max-pool's indices as bytes; gradients stay the same, bit for bit"
+    )
+    dtype: Literal["fp32", "fp16", "bf16", "int8"] = Field(
+        "fp32",
+        description="the type in which float32 activations are kept; others than fp32 round gradients (`ortc verify` says how "
+        "much); int8 has a scale for each row",
+    )
+
+
 class Pipeline(_Table):
     """How a step is divided: into stages over ranks, and into micro-batches."""
 
@@ -196,6 +212,7 @@ class Recipe(_Table):
     passes: Passes = Field(default_factory=Passes, description="which optional passes run")
     precision: Precision = Field(default_factory=Precision, description="mixed precision")
     recompute: Recompute = Field(default_factory=Recompute, description="less memory for more time")
+    stash: Stash = Field(default_factory=Stash, description="how activations are kept for the backward")
     pipeline: Pipeline = Field(default_factory=Pipeline, description="stages, micro-batches, replicas")
     artifacts: list[Literal["ort"]] = Field(
         default_factory=list,

@@ -32,6 +32,7 @@ from ortc.passes.quantization import PairQuantizers
 from ortc.passes.recompute import Recompute
 from ortc.passes.sessions import SESSIONS as SESSIONS
 from ortc.passes.stages import CutStages, SplitPhases
+from ortc.passes.stash import NarrowStash, PackStash
 
 # What `ortc rewrite` runs before a pass that it runs alone: the one form that all of them know.
 NORMAL_FORM = ("prepare", "upgrade", "pair-quantizers", "choose-parameters", "simplify")
@@ -69,6 +70,8 @@ def standard() -> list[Pass]:
         CleanUp(),
         Absorb(),
         Recompute(),
+        PackStash(),
+        NarrowStash(),
         FuseUpdate(),
         Order(),
         SplitPhases(),

@@ -12,6 +12,7 @@ added, since later passes need every rank, and equal sizes under equal names:
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -268,7 +269,8 @@ def _arithmetic(operation: str, a: Dim, b: Dim) -> Dim:
     return _symbolic(operation, a, b)
 
 
-def _product(sizes: Sequence[Dim]) -> Dim:
+def product(sizes: Sequence[Dim]) -> Dim:
+    """The product of sizes, by number or name; None if one is unknown."""
     total: Dim = 1
     for size in sizes:
         total = _arithmetic("*", total, size)
@@ -360,6 +362,13 @@ _entries("Mul")(_elementwise(lambda a, b: _arithmetic("*", a, b)))
 _entries("Div")(_elementwise(lambda a, b: _arithmetic("/", a, b)))
 
 
+@_entries("Mod")
+def _mod(node: ir.Node, a: np.ndarray, b: np.ndarray) -> Any:
+    remainder = math.fmod if _attribute(node, "fmod", 0) else operator.mod
+    whole = np.frompyfunc(lambda x, y: int(remainder(x, y)) if isinstance(x, int) and isinstance(y, int) and y else None, 2, 1)
+    return whole(a, b)
+
+
 @_entries("Equal")
 def _equal(node: ir.Node, a: np.ndarray, b: np.ndarray) -> Any:
     def equal(x: Dim, y: Dim) -> bool | None:
@@ -443,7 +452,7 @@ def _extreme(node: ir.Node, *operands: np.ndarray) -> Any:
 
 @_entries("ReduceProd")
 def _reduce_prod(node: ir.Node, data: np.ndarray, axes: np.ndarray | None = None) -> Any:
-    total = _product(list(data.flat))
+    total = product(list(data.flat))
     return [total] if _attribute(node, "keepdims", 1) else total
 
 
@@ -459,7 +468,7 @@ def _shape(inference: ShapeInference, node: ir.Node) -> None:
 def _size(inference: ShapeInference, node: ir.Node) -> None:
     known = _input_dims(node, 0)
     if known is not None:
-        inference.learn(node.outputs[0], np.array(_product(known), dtype=object))
+        inference.learn(node.outputs[0], np.array(product(known), dtype=object))
 
 
 @_rule("Split")
@@ -522,9 +531,9 @@ def _quotient(have: list[Dim], others: list[Dim]) -> Dim:
             have.remove(d)
             others.remove(d)
     if not others:
-        return _product(have)
-    divisor = _product(others)
-    return None if divisor == 0 else _exact(_product(have), divisor)
+        return product(have)
+    divisor = product(others)
+    return None if divisor == 0 else _exact(product(have), divisor)
 
 
 def _exact(a: Dim, b: Dim) -> Dim:
@@ -653,13 +662,26 @@ def _concat_dims(inference: ShapeInference, node: ir.Node) -> None:
         inference.refine(node.outputs[0], shape)
 
 
+@_rule("Compress")
+def _compress(inference: ShapeInference, node: ir.Node) -> None:
+    have, condition = _input_dims(node, 0), constant(_input(node, 1))
+    if condition is None:
+        return
+    count = int(np.count_nonzero(condition))
+    if "axis" not in node.attributes:
+        inference.refine(node.outputs[0], [count])
+    elif have is not None:
+        axis = _attribute(node, "axis", 0) % len(have)
+        inference.refine(node.outputs[0], [*have[:axis], count, *have[axis + 1 :]])
+
+
 @_rule("Flatten")
 def _flatten(inference: ShapeInference, node: ir.Node) -> None:
     have = _input_dims(node, 0)
     if have is not None:
         axis = _attribute(node, "axis", 1)
         axis += len(have) if axis < 0 else 0
-        inference.refine(node.outputs[0], [_product(have[:axis]), _product(have[axis:])])
+        inference.refine(node.outputs[0], [product(have[:axis]), product(have[axis:])])
 
 
 @_rule("Pad")

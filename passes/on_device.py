@@ -77,6 +77,10 @@ def _check(c: Compilation) -> None:
         )
     if c.recipe.precision.scaling != "none":
         raise _refuse("has no scale of the loss: give --loss-scale none, or --precision bf16 or fp32")
+    if c.recipe.optimizer.moments != "fp32":
+        raise _refuse("has the optimizer's moments in float32: leave out --moments")
+    if c.recipe.stash.dtype == "int8":
+        raise _refuse("takes int8 for quantised products: give --stash-dtype bf16 or fp16")
     trained = [p for p in c.parameters if p.trainable]
     if not trained:
         raise _refuse("needs a parameter that trains; `ortc inspect` of the model says why none does")
@@ -377,7 +381,7 @@ def _apply(
     info: ParameterInfo,
 ) -> list[ir.Value]:
     p, g, *states = values
-    state = State(op, p, dict(zip(slots, states, strict=True)))
+    state = State(op, p, now=dict(zip(slots, states, strict=True)))
     new = updated(op, declared, c, info, p, g, state, replace(scalars, op=op))
     return [p - new, *(now - state.new[slot] for slot, now in state.now.items())]
 

@@ -38,6 +38,12 @@ _DOUBLE = int(ir.DataType.DOUBLE)
 _LARGE, _LARGEST_CHUNK, _SMALLEST_CHUNK = 1 << 18, 1 << 15, 1 << 12
 
 
+# Means of gradients, which forget enough in a step to be stored in bfloat16: a step changes them by more than its rounding. A
+# mean of squares that forgets 1/1000 would stay what it is: bfloat16 keeps 8 bits, what is below 1/512 of a number is lost.
+FIRST_MOMENTS = frozenset({"exp_avg", "momentum"})
+_FORGETS_ENOUGH = 2.0**-7
+
+
 @optimizer("sgd", elementwise=True)
 def sgd(op, p, g, state, t, *, weight_decay=0.0, decoupled=False, momentum=0.0, dampening=0.0, nesterov=False):
     """SGD with momentum (Sutskever et al. 2013, in PyTorch's form)
@@ -229,25 +235,42 @@ class Scalars:
 
 @dataclass
 class State:
-    """The states of one parameter, made when they are first read."""
+    """The states of one parameter, made when they are first read.
+
+    Attributes:
+        narrow: first moments are stored in bfloat16. What is computed with them is in the parameter's type.
+        now, new: as they are stored, before and after the step.
+    """
 
     op: Builder
     parameter: ir.Value
+    narrow: bool = False
     now: dict[str, ir.Value] = field(default_factory=dict)
     new: dict[str, ir.Value] = field(default_factory=dict)
+    _wide: dict[str, ir.Value] = field(default_factory=dict)
 
     def __call__(self, slot: str, shape: Sequence[int] | None = None, initial: str | None = None) -> ir.Value:
+        if slot not in self._wide:
+            self._wide[slot] = self.op.cast(self.stored(slot, shape, initial), self.parameter)
+        return self._wide[slot]
+
+    def stored(self, slot: str, shape: Sequence[int] | None = None, initial: str | None = None) -> ir.Value:
         if slot not in self.now:
             value = _input(self.op, f"{self.parameter.name}.{slot}", self.parameter)
             value.shape = value.shape if shape is None else ir.Shape(shape)
+            if self._in_half(slot):
+                value.type = ir.TensorType(ir.DataType.BFLOAT16)
             self.now[slot] = set_role(value, "state", of(self.parameter), slot)
             if initial is not None:
                 value.metadata_props[INITIAL] = initial
         return self.now[slot]
 
     def update(self, slot: str, value: ir.Value) -> ir.Value:
-        self.new[slot] = value
+        self.new[slot] = self.op.Cast(value, to=int(ir.DataType.BFLOAT16)) if self._in_half(slot) else value
         return value
+
+    def _in_half(self, slot: str) -> bool:
+        return self.narrow and slot in FIRST_MOMENTS and self.parameter.dtype == ir.DataType.FLOAT
 
 
 @dataclass(frozen=True)
@@ -267,6 +290,25 @@ class BuildOptimizer(Pass):
                 own = [(trained[of(v)], v) for v in values if of(v) in names]
                 if own:
                     phases[phase] = _optimizer(c, declared, own)
+        if c.recipe.optimizer.moments == "bf16":
+            _check_moments(c, declared)
+
+
+def _check_moments(c: Compilation, declared: Declared) -> None:
+    """That there is a first moment, and that it forgets enough."""
+    models = [model for phases in c.stages for name, model in phases.items() if name.startswith("optimizer")]
+    stored = [v for model in models for v in model.graph.inputs if role(v) == "state"]
+    if models and not any(v.dtype == ir.DataType.BFLOAT16 for v in stored):
+        raise RecipeError(
+            f"optimizer.moments: {declared.name} as it is here has no first moment ({', '.join(sorted(FIRST_MOMENTS))}) of a "
+            "float32 parameter to store in bf16: leave out --moments, or take adamw, lion or sgd:momentum=0.9"
+        )
+    options = {**declared.options, **c.recipe.optimizer.options}
+    option = "beta2" if declared.name == "lion" else "beta1" if "beta1" in options else "momentum"
+    if 1 - float(options.get(option, 0)) < _FORGETS_ENOUGH:
+        c.warnings.append(
+            f"optimizer.moments: of {option}={options[option]} a step moves a moment by less than bfloat16 rounds: it stalls"
+        )
 
 
 def _shards(c: Compilation, held: Sequence[Sequence[ir.Value]]) -> list[dict[str, set[str]]]:
@@ -327,8 +369,9 @@ def _elements(value: ir.Value) -> int:
 
 
 def state_slots(c: Compilation) -> float:
-    """How many numbers of state a rank keeps for each element of a parameter, as a mean over those that train."""
-    declared, states, elements = checked_optimizer(c), 0, 0
+    """How many float32 numbers of state (of two in bfloat16, one) a rank keeps for each element of a parameter, as a mean over
+    those that train."""
+    declared, states, elements = checked_optimizer(c), 0.0, 0
     trained = [info for info in c.parameters if info.trainable]
     for shape, count in Counter(tuple(info.shape) for info in trained).items():
         states += count * _states_of(c, declared, trained[0], shape)
@@ -337,13 +380,13 @@ def state_slots(c: Compilation) -> float:
     return slots / c.recipe.pipeline.replicas if c.recipe.pipeline.zero else slots
 
 
-def _states_of(c: Compilation, declared: Declared, info: ParameterInfo, shape: tuple[int, ...]) -> int:
-    """How many numbers of state a parameter of the shape has, found by building its update aside."""
+def _states_of(c: Compilation, declared: Declared, info: ParameterInfo, shape: tuple[int, ...]) -> float:
+    """How many float32 numbers of state a parameter of the shape has, found by building its update aside."""
     op = Builder(new_graph("aside", c.target.opset, c.target.ir_version).graph)
     like = ir.Value(name=info.name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(shape))
     own = info.model_copy(update={"shape": list(shape)})
     outputs = _update(op, declared, c, own, like, _scalars(op, clipped=False), chunked=False)
-    return sum(_elements(v) for v in outputs if role(v) == "state")
+    return sum(_bytes(v) for v in outputs if role(v) == "state") / 4
 
 
 def _optimizer(c: Compilation, declared: Declared, held: list[tuple[ParameterInfo, ir.Value]]) -> ir.Model:
@@ -409,7 +452,7 @@ def _update(
         source = ir.Value(type=source.type, shape=ir.Shape([math.prod(info.shape) // chunk, chunk]))
     p = set_role(_input(op, info.name, source), "parameter", info.name)
     g = set_role(_input(op, f"{info.name}.grad", source), "gradient", info.name)
-    state = State(op, p)
+    state = State(op, p, narrow=c.recipe.optimizer.moments == "bf16")
     with op.scope(info.name, origin=info.name, rule=declared.name, pass_="optimizer"):
         update = updated if chunk is None else _in_chunks
         new = update(op, declared, c, info, p, g, state, scalars)
@@ -476,14 +519,13 @@ def _in_chunks(
     part = ir.Shape(p.shape[1:])  # type: ignore[index]
     pieces = [ir.Value(name=op.names.fresh(f"{v.name}.chunk"), type=v.type, shape=part) for v in (p, g)]
     with op.nested(pieces) as inner:
-        inside = State(inner, pieces[0])
+        inside = State(inner, pieces[0], state.narrow)
         new = updated(inner, declared, c, info, pieces[0], pieces[1], inside, replace(scalars, op=inner))
         inner.give([new, *inside.new.values()])
-    states = [state(slot, initial=value.metadata_props.get(INITIAL)) for slot, value in inside.now.items()]
-    made = [ir.Value(type=p.type, shape=p.shape) for _ in range(1 + len(inside.new))]
+    states = [state.stored(slot, initial=value.metadata_props.get(INITIAL)) for slot, value in inside.now.items()]
+    made = [ir.Value(type=v.type, shape=p.shape) for v in (new, *inside.new.values())]
     op.Scan(p, g, *states, _outputs=made, body=inner.graph, num_scan_inputs=2 + len(states))
-    for slot, value in zip(inside.new, made[1:], strict=True):
-        state.update(slot, value)
+    state.new.update(zip(inside.new, made[1:], strict=True))
     return made[0]
 
 

@@ -3,13 +3,11 @@
 Works on each stage's training graph, after equal expressions were merged and before the phases are cut. The choice is made on
 plain data (``ortc/graph/recompute.py``); this file says which nodes a policy is about, and writes the clones.
 
-A clone must not run before the backward gets there. ONNX Runtime runs what is ready, and of that what comes first in the file,
-but the nodes of its own fusions last: so each clone waits for a gradient (``waiting.py``).
+A clone must not run before the backward gets there: it waits for a gradient (``backward.py``, ``waiting.py``).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -19,15 +17,15 @@ from ortc.compiler import Compilation, Pass, matches, role
 from ortc.errors import RecipeError
 from ortc.graph import recompute
 from ortc.graph.builder import Builder
-from ortc.graph.cut import needed, read_by
+from ortc.graph.cut import read_by
 from ortc.graph.names import captured
 from ortc.graph.recompute import Choice, Training
 from ortc.graph.shapes import constant
+from ortc.passes.backward import SIZES, Waiting, halves
 from ortc.passes.costs import Shapes, concrete_sizes, forward_cost
 from ortc.passes.memory import VIEWS, node_memory
 from ortc.passes.optimizer import state_slots
-from ortc.passes.stages import FORWARD_ROLES, SIZES, assumed_sizes, schedule_of
-from ortc.passes.waiting import Guard
+from ortc.passes.stages import assumed_sizes, schedule_of
 from ortc.plan import Recomputed
 from ortc.rules import node_key
 from ortc.runtime.schedule import in_flight
@@ -37,9 +35,6 @@ MARK = "ortc.recompute"
 # Bytes that a second of a step is worth to `auto`. An element-wise operator gives back 14e9 or so for each second, a product
 # over 64 numbers (a head's scores) 7e9, one over 768 (a dense layer) 0.6e9, a 3×3 convolution of 64 channels 0.8e9.
 RATE = 2e9
-
-# How many nodes are looked at for a gradient that a clone can wait for, and how near to the clone's place it has to be.
-_FAR, _NEAR = 200, 3
 
 # ---- what is known of operators --------------------------------------------------------------------------------------
 
@@ -96,7 +91,7 @@ def _around(forward: Sequence[ir.Node], anchor: Callable[[ir.Node], bool], produ
                 region.add(other)
                 found.append(other)
     if products:
-        weights = _of_weights(forward)
+        weights = of_weights(forward)
         for node in forward:
             feeds = any(use.node in region for v in node.outputs for use in v.uses())
             if node.op_type in ("MatMul", "FusedMatMul") and feeds and not any(v in weights for v in node.inputs):
@@ -104,7 +99,7 @@ def _around(forward: Sequence[ir.Node], anchor: Callable[[ir.Node], bool], produ
     return region
 
 
-def _of_weights(forward: Sequence[ir.Node]) -> set[ir.Value | None]:
+def of_weights(forward: Sequence[ir.Node]) -> set[ir.Value | None]:
     """Values that follow from parameters and constants alone."""
     found: set[ir.Value | None] = set()
     for node in forward:
@@ -173,11 +168,7 @@ class _Parts:
 
     def __init__(self, graph: ir.Graph, shapes: Shapes, bound: bool) -> None:
         """``bound``: gradients are written where the optimizer reads them."""
-        ahead = [v for v in graph.outputs if role(v) in FORWARD_ROLES]
-        first, _ = needed(ahead, set())
-        _hoist_sizes(graph, first)
-        self.forward = [node for node in graph if node in first]
-        self.backward = [node for node in graph if node not in first]
+        self.forward, self.backward = halves(graph)
         nodes = [*self.forward, *self.backward]
         self.number = {v: i for i, v in enumerate(v for node in nodes for v in node.outputs)}
         elsewhere = {v for v in graph.outputs if role(v) == "gradient"} if bound else set()
@@ -228,21 +219,6 @@ class _Parts:
         trained = [v for v in self.graph.outputs if role(v) == "gradient"]
         states = sum(4 * self.shapes.elements(v) for v in trained)
         return held + changed + (sum(map(size, trained)) if gradients else 0) + round(slots * states)
-
-
-def _hoist_sizes(graph: ir.Graph, forward: set[ir.Node]) -> None:
-    """What the backward alone wants to know of sizes, the forward tells: else it would keep whole values for that."""
-    last: dict[ir.Node, ir.Node] = {}
-    for node in list(graph):
-        if node in forward or node.op_type not in SIZES or node.domain:
-            continue
-        producer = node.inputs[0].producer() if node.inputs[0] is not None else None
-        if producer in forward and producer is not None:
-            after = last.get(producer, producer)
-            graph.remove(node)
-            graph.insert_after(after, node)
-            last[producer] = node
-            forward.add(node)
 
 
 def _choose(cut: _Parts, policy: str, room: _Room | None, stage: int | None) -> Choice:
@@ -356,7 +332,7 @@ class _Writer:
     def __init__(self, graph: ir.Graph, cut: _Parts) -> None:
         self.op = Builder(graph)
         self.again: dict[ir.Value, ir.Value] = {}
-        self._place = {v: i for i, node in enumerate(cut.backward) for v in node.outputs}
+        self._waiting = Waiting(self.op, cut.backward, Recompute.name)
 
     def read_clones(self, node: ir.Node) -> None:
         """Let a node read what was made again."""
@@ -366,8 +342,7 @@ class _Writer:
 
     def write(self, group: Sequence[ir.Node], reader: ir.Node) -> None:
         """Clone nodes, in order, in front of the node that reads them first."""
-        signal = self._signal(reader)
-        guard = Guard(self.op, reader, [] if signal is None else [signal], Recompute.name)
+        guard = self._waiting.until(reader)
         made: set[ir.Value] = set()
         for node in group:
             clone = self._clone(node)
@@ -395,26 +370,3 @@ class _Writer:
             name=names.fresh(f"{node.name}.again"),
             metadata_props=metadata,
         )
-
-    def _signal(self, reader: ir.Node) -> ir.Value | None:
-        """What tells that the backward has come to a node: the newest of its values that this node, or what follows from it,
-        needs anyway; so that nothing is drawn into a phase that does not need it."""
-        here = self._place[reader.outputs[0]]
-        seen, waiting = {reader: None}, deque([reader])
-        newest, at = None, -1
-        while waiting and len(seen) < _FAR:
-            node = waiting.popleft()
-            near: list[ir.Node | None] = [u.node for v in node.outputs for u in v.uses()]
-            for value in node.inputs:
-                place = -1 if value is None else self._place.get(value, -1)
-                if at < place < here:
-                    newest, at = value, place
-                elif place > here and value is not None:
-                    near.append(value.producer())
-            for other in near:
-                if other is not None and other not in seen:
-                    seen[other] = None
-                    waiting.append(other)
-            if at >= here - _NEAR:
-                break
-        return newest

@@ -10,7 +10,7 @@ _DISABLED = ["CommonSubexpressionElimination", "NoopElimination"]
 
 # In training the nodes run in the order that the compiler gave them: ONNX Runtime runs a node that it makes itself after all
 # that could run instead, which keeps whole layers alive.
-_MOVING = ["GatherSliceToSplitFusion", "GatherToSliceFusion", "MatmulTransposeFusion", "ReshapeFusion"]
+_MOVING = ["GatherSliceToSplitFusion", "GatherToSliceFusion", "MatmulTransposeFusion", "NchwcTransformer", "ReshapeFusion"]
 
 # They round otherwise than the nodes they stand for (or sum in another order), and which nodes they take depends on who reads
 # what lies between: a value that the backward reads in one compilation, and computes again in another, would decide the last

@@ -13,6 +13,7 @@ from ortc.graph.builder import Builder
 from ortc.graph.cut import carve, cut, needed, read_by
 from ortc.graph.partition import StageRow, amount
 from ortc.graph.shapes import dims
+from ortc.passes.backward import ANEW, FORWARD_ROLES, SIZES, forward_nodes
 from ortc.passes.boundary import part_row
 from ortc.passes.costs import LINK_BANDWIDTH, concrete_sizes, default_sizes, named_sizes
 from ortc.passes.footprint import footprint, settled
@@ -22,9 +23,6 @@ from ortc.passes.partition import PartitionOptions, assign_stages
 from ortc.plan import StageCosts
 from ortc.rules import node_key
 from ortc.runtime.schedule import Schedule, check, in_flight, make_schedule
-
-# Nodes that only look at a value otherwise: a backward that has what they read runs them again, instead of keeping more.
-SIZES = frozenset({"Shape", "Size"})
 
 
 @dataclass(frozen=True)
@@ -182,7 +180,7 @@ class SplitPhases(Pass):
     """Cuts each stage's training graph into the phases that the schedule runs, and lets gradients add up over micro-batches."""
 
     name = "phases"
-    after = ("clean-up", "recompute")
+    after = ("clean-up", "narrow-stash")
 
     def run(self, c: Compilation) -> None:
         pipeline = c.recipe.pipeline
@@ -242,7 +240,6 @@ def _accumulate(graph: ir.Graph) -> None:
         graph.outputs[index] = added
 
 
-FORWARD_ROLES = frozenset({"loss", "boundary", "buffer"})
 _OUTPUT_ROLES = FORWARD_ROLES | {"gradient", "boundary_gradient"}
 
 
@@ -251,13 +248,14 @@ def _split(phases: dict[str, ir.Model], train: ir.Model, *, apart: bool) -> None
     graph = train.graph
     ahead = [v for v in graph.outputs if role(v) in FORWARD_ROLES]
     behind = [v for v in graph.outputs if role(v) not in FORWARD_ROLES]
-    stash = _stash(graph, ahead, behind) if behind else []
+    stash = _stash(graph, behind) if behind else []
     if behind:
         waited = [v for v in behind if role(v) == "boundary_gradient"]
         if apart and waited and len(waited) < len(behind):
             weights = [v for v in behind if role(v) != "boundary_gradient"]
             first, _ = needed(waited, set(stash))
-            last, _ = needed(weights, set(stash) | {v for n in first for v in n.outputs})
+            again = {n for n in first if ANEW in n.metadata_props}
+            last, _ = needed(weights, set(stash) | {v for n in first - again for v in n.outputs})
             shared = [v for n in graph if n in first and n not in last for v in n.outputs]
             kept = [v for v in shared if any(u.node in last for u in v.uses()) or v in weights]
             phases["backward_input"] = _phase(train, [*waited, *(v for v in kept if v not in waited)], stash)
@@ -269,10 +267,9 @@ def _split(phases: dict[str, ir.Model], train: ir.Model, *, apart: bool) -> None
     phases["forward"] = _phase(train, list(dict.fromkeys([*ahead, *stash])), [])
 
 
-def _stash(graph: ir.Graph, ahead: list[ir.Value], behind: list[ir.Value]) -> list[ir.Value]:
+def _stash(graph: ir.Graph, behind: list[ir.Value]) -> list[ir.Value]:
     """What the backward needs of the forward's values."""
-    forward, _ = needed(ahead, set())
-    made = {v for node in forward for v in node.outputs}
+    made = {v for node in forward_nodes(graph) for v in node.outputs}
     for node in graph:  # what the backward alone wants to know of sizes, the forward tells
         if node.op_type in SIZES and not node.domain and all(v in made or role(v) == "boundary" for v in read_by(node)):
             made.update(node.outputs)

@@ -49,15 +49,19 @@ class Guard:
             return False
         value = min(reads, key=lambda v: (_is_view(v), v.producer() is None))
         held = not _is_view(value)
-        node.replace_input_with(node.inputs.index(value), self._late(value))
+        node.replace_input_with(node.inputs.index(value), self.late(value))
         return held
 
-    def _late(self, value: ir.Value) -> ir.Value:
+    def late(self, value: ir.Value, **metadata: str) -> ir.Value:
+        """The same value, once the signals are there; without any, the value itself."""
+        if not self._signals:
+            return value
         if value not in self._held:
             op = self._op
             with op.scope(f"{value.name}.late", before=self._before, origin=value.name or "", pass_=self._pass):
-                late = op.Reshape(value, self._zeros_of(rank(value) or 0), _like=value)
-            self._held[value] = late
+                zeros = self._zeros_of(rank(value) or 0)
+            with op.scope(f"{value.name}.late", before=self._before, origin=value.name or "", pass_=self._pass, **metadata):
+                self._held[value] = op.Reshape(value, zeros, _like=value)
         return self._held[value]
 
     def _zeros_of(self, count: int) -> ir.Value:

@@ -141,23 +141,22 @@ class Phase:
         model = with_outputs(read_graph(folder, graph), fetch)
         self.session = open_session(model, str(folder / graph.file), target, session, threads, engine)
         self.binding = self.session.io_binding()
-        self._value = import_onnxruntime().OrtValue.ortvalue_from_numpy
         self.loose = [p for p in graph.inputs if p.role in LOOSE]
         self._reads_data = any(p.role in ("data", "label", "output") for p in self.loose)
         self._free = [Port(name=name, role="output", dtype="", shape=None) for name in fetch]
         self.bound: dict[str, np.ndarray] = {}
-        self._nothing = self._value(np.zeros((), np.float32))
+        self._nothing = ort_value(np.zeros((), np.float32))
 
     def bind_input(self, port: Port, array: np.ndarray) -> None:
         """Let the session read the array's memory, in the port's shape; it must outlive the binding."""
         assert array.flags.c_contiguous  # otherwise ONNX Runtime would read a copy
-        self.binding.bind_ortvalue_input(port.name, self._value(_in_shape_of(port, array)))
+        self.binding.bind_ortvalue_input(port.name, ort_value(_in_shape_of(port, array)))
 
     def bind_output(self, port: Port, array: np.ndarray) -> None:
         """Let the session write into the array's memory."""
         assert array.flags.c_contiguous
         self.bound[port.name] = array
-        self.binding.bind_ortvalue_output(port.name, self._value(_in_shape_of(port, array)))
+        self.binding.bind_ortvalue_output(port.name, ort_value(_in_shape_of(port, array)))
 
     def leave_output(self, port: Port) -> None:
         """Let the session allocate the output in each run."""
@@ -188,6 +187,31 @@ class Phase:
         for port in self._free:
             self.binding.bind_output(port.name, "cpu")
         return list(zip(self._free, values, strict=True))
+
+
+_BFLOAT16 = 16  # in onnx.TensorProto
+_DLPACK_TYPE, _DLPACK_BFLOAT = 20, 4  # where a DLTensor has its type's code, and bfloat16's
+
+
+def ort_value(array: np.ndarray) -> Any:
+    """An OrtValue over an array's memory, which must outlive it.
+
+    NumPy's arrays of bfloat16 (`ml_dtypes`) are unknown to ONNX Runtime, they pass as integers. Before 1.20 it is told another
+    type by DLPack alone (dlpack.h of dmlc/dlpack), where it is changed.
+    """
+    kind = import_onnxruntime().OrtValue
+    if array.dtype.name != "bfloat16":
+        return kind.ortvalue_from_numpy(array)
+    bits = array.view(np.uint16)
+    if hasattr(kind, "ortvalue_from_numpy_with_onnx_type"):
+        return kind.ortvalue_from_numpy_with_onnx_type(bits, _BFLOAT16)
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    capsule = bits.__dlpack__()
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    ctypes.c_uint8.from_address(pointer(capsule, b"dltensor") + _DLPACK_TYPE).value = _DLPACK_BFLOAT
+    return kind(state.OrtValue.from_dlpack(capsule, False))
 
 
 def _in_shape_of(port: Port, array: np.ndarray) -> np.ndarray:
