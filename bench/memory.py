@@ -2,7 +2,7 @@
 
     python bench/make_models.py MODELS gpt2_12l resnet18 unet   # in an interpreter with PyTorch, transformers, onnx
     python bench/memory.py MODELS [NAME ...] [--stages 2] [--schedule 1f1b]
-    python bench/memory.py MODELS [NAME ...] --fuse
+    python bench/memory.py MODELS [NAME ...] --compare fuse     # or recompute, or stash
 
 Each measurement is a process of its own, where sessions have no arena, and an allocation of 64 KiB or more is a mapping of its
 own, which glibc gives back at once (MALLOC_MMAP_THRESHOLD_): what resident memory grows by while a session runs is what that
@@ -11,9 +11,10 @@ the nodes are built and in the compiler's (pass `order`); and as `step` what the
 with arenas and all arrays. Exits with 1 if a peak of 16 MiB or more is off by more than 10 % in the compiler's order (in the
 other, ONNX Runtime runs Shape nodes earlier than they stand).
 
-With `--fuse` beside each other: gradients first, then the optimizer (AdamW), and the two in one graph (`--fuse-update`): what
-the largest session has alive, predicted and measured, the bytes of the gradients, the memory of a whole step, and the median
-time of one, in which all cores compute.
+With `--compare` the settings of a switch stand beside each other: gradients first, then the optimizer (AdamW), or both in one
+graph (`--fuse-update`); the policies of `--recompute`; those of `--stash` and `--stash-dtype`. It prints what the largest
+session has alive, predicted and measured, the bytes of the gradients that live at once, the memory of a whole step, and the
+median time of one, in which all cores compute.
 """
 
 from __future__ import annotations
@@ -35,6 +36,17 @@ CASES = {
     "gpt2_12l": ({"batch": 2, "length": 128}, 50257),
     "resnet18": ({"batch": 4}, 1000),
     "unet": ({"batch": 4}, 8),
+}
+# By switch: what its settings are called here, and in the recipe.
+SWITCHES: dict[str, dict[str, dict]] = {
+    "fuse": {"apart": {}, "fused": {"optimizer": {"fuse": True}}},
+    "recompute": {policy: {"recompute": {"nodes": policy}} for policy in ("none", "auto", "full", "layers")},
+    "stash": {
+        "keep": {},
+        "packed": {"stash": {"packed": True}},
+        "bf16": {"stash": {"packed": True, "dtype": "bf16"}},
+        "int8": {"stash": {"packed": True, "dtype": "int8"}},
+    },
 }
 
 WORKER = """
@@ -103,7 +115,7 @@ def batch_of(plan: object, sizes: dict[str, int], classes: int, micro_batches: i
     return arrays
 
 
-def measure(path: Path, off: list[str], stages: int, schedule: str, *, fuse: bool = False) -> dict:
+def measure(path: Path, stages: int = 1, schedule: str = "1f1b", **recipe: dict) -> dict:
     """Compile and measure; by phase what is predicted and measured, and the whole step."""
     from ortc.artifacts import compile
     from ortc.recipe import parse_recipe
@@ -112,7 +124,7 @@ def measure(path: Path, off: list[str], stages: int, schedule: str, *, fuse: boo
     parts = 1 if stages == 1 else 2 * stages
     divided = {} if stages == 1 else {"stages": stages, "schedule": schedule, "micro_batches": parts}
     loss = [{"name": "cross_entropy", "options": {"axis": -1 if path.stem.startswith("gpt") else 1}}]
-    fields = {"loss": loss, "pipeline": {"sizes": sizes, **divided}, "passes": {"off": off}, "optimizer": {"fuse": fuse}}
+    fields = {"loss": loss, "pipeline": {"sizes": sizes, **divided}, **recipe}
     with tempfile.TemporaryDirectory() as folder:
         plan = compile(path, Path(folder) / "stages", parse_recipe(fields))
         np.savez(Path(folder) / "batch.npz", **batch_of(plan, sizes, classes, parts))
@@ -132,22 +144,28 @@ def measure(path: Path, off: list[str], stages: int, schedule: str, *, fuse: boo
         "measured": told["exact"]["peaks"],
         "step": whole["whole"],
         "seconds": whole["seconds"],
-        "gradients": 0 if fuse else gradients,
+        "gradients": 0 if plan.fused else gradients,
     }
 
 
-def compare_fused(folder: Path, names: list[str]) -> bool:
-    """Print the table of `--fuse`; whether the predictions are right."""
+def compare(folder: Path, names: list[str], settings: dict[str, dict]) -> bool:
+    """Print the table of `--compare`; whether the predictions are right."""
     right = True
-    columns = ("predicted", "measured", "gradients", "step", "seconds")
-    print(f"{'MiB':>10} {'update':>8}" + "".join(f"{column:>11}" for column in columns))
+    columns = ("predicted", "measured", "ratio", "gradients", "step", "seconds")
+    print(f"{'MiB':>10} {'setting':>8}" + "".join(f"{column:>11}" for column in columns))
     for name in names:
-        for fuse in (False, True):
-            row = measure(folder / f"{name}.onnx", [], 1, "1f1b", fuse=fuse)
+        for setting, recipe in settings.items():
+            row = measure(folder / f"{name}.onnx", **recipe)
             predicted, measured = (max(row[key].values()) for key in ("predicted", "measured"))
             right &= abs(predicted / measured - 1) <= ALLOWED or measured < SMALL
-            numbers = " ".join(f"{_mib(n):>10}" for n in (predicted, measured, row["gradients"], row["step"]))
-            print(f"{name:>10} {'fused' if fuse else 'apart':>8} {numbers} {row['seconds']:>10.3f}", flush=True)
+            numbers = [
+                _mib(predicted),
+                _mib(measured),
+                f"{predicted / measured:.2f}",
+                _mib(row["gradients"]),
+                _mib(row["step"]),
+            ]
+            print(f"{name:>10} {setting:>8}" + "".join(f"{n:>11}" for n in (*numbers, f"{row['seconds']:.3f}")), flush=True)
     return right
 
 
@@ -157,15 +175,16 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=list(CASES))
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--schedule", default="1f1b")
-    parser.add_argument("--fuse", action="store_true", help="the update in the training graph, beside one of its own")
+    parser.add_argument("--compare", choices=SWITCHES, help="a switch's settings beside each other")
     args = parser.parse_args()
-    if args.fuse:
-        return int(not compare_fused(args.folder, args.names))
+    if args.compare:
+        return int(not compare(args.folder, args.names, SWITCHES[args.compare]))
     right = True
     print(f"{'':>32} {'as built':^28} {'ordered':^28}")
     print(f"{'model':>10} {'phase':>21} " + f"{'predicted':>10} {'measured':>10} {'ratio':>6} " * 2 + f"{'memory':>7}")
     for name in args.names:
-        built, ordered = (measure(args.folder / f"{name}.onnx", off, args.stages, args.schedule) for off in (["order"], []))
+        path = args.folder / f"{name}.onnx"
+        built, ordered = (measure(path, args.stages, args.schedule, passes={"off": off}) for off in (["order"], []))
         for file in ordered["predicted"]:
             line = f"{name:>10} {file.removesuffix('.onnx').removeprefix('stage-'):>21} "
             for row in (built, ordered):

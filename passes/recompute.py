@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from ortc.compiler import Compilation, Pass, matches, role
 from ortc.errors import RecipeError
@@ -144,6 +145,7 @@ class Recompute(Pass):
             room = None if budget is None else _Room(budget // chunks, static, parked)
             choice = _choose(cut, policy, room, stage if pipeline.stages > 1 else None)
             write_clones(graph, cut, choice)
+            RemoveUnusedNodesPass()(phases["train"])  # optional outputs that only clones are read of now
             c.recomputed[stage] = Recomputed(
                 policy="auto" if policy == "none" else policy,
                 nodes=[cut.forward[i].name or "" for i in choice.clones],

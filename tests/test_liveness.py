@@ -46,9 +46,9 @@ def test_a_value_lives_from_its_maker_to_its_last_reader():
 
 def test_what_nobody_reads_and_what_is_the_callers():
     graph, sizes = make("x", "b c", "a:4 u:9 = Op x", "b:8 = Op a", "c:2 = Op x")
-    assert liveness(graph, sizes, memory).live == [13, 12, 10]  # u goes at once, b stays
+    assert liveness(graph, sizes, memory).live == [13, 21, 19]  # ONNX Runtime frees after the last reader: u has none, b stays
     del sizes[graph.outputs[0]]
-    assert liveness(graph, sizes, memory).live == [13, 4, 2]
+    assert liveness(graph, sizes, memory).live == [13, 13, 11]
 
 
 def test_a_view_keeps_what_it_views():
@@ -112,7 +112,7 @@ def plain_peak(graph: ir.Graph, sizes: dict[ir.Value, int], order: list[ir.Node]
     def wanted(owner: ir.Value, start: int, but: ir.Node | None = None) -> bool:
         mine = [v for v in buffer if buffer[v] is owner]
         later = [v for node in order[start:] if node is not but for v in node.inputs]
-        return any(v in later or v in graph.outputs for v in mine)
+        return any(v in later or v in graph.outputs for v in mine) or not owner.uses()
 
     live = []
     for i, node in enumerate(order):
@@ -165,7 +165,10 @@ def test_small_graphs_come_close_to_the_best_order():
     excess = []
     for seed in range(30):
         graph, sizes = random_graph(random.Random(seed), 8)
+        for node in reversed(list(graph)):  # as in compiled graphs no node is there for nothing
+            if not any(v.uses() or v in graph.outputs for v in node.outputs):
+                graph.remove(node, safe=True)
         best = min(liveness(graph, sizes, memory, order).peak for order in all_orders(list(graph)))
         excess.append(liveness(graph, sizes, memory, low_peak_order(graph, sizes, memory)).peak / best - 1)
-    assert sum(e == 0 for e in excess) >= 15
-    assert sum(excess) / len(excess) < 0.08
+    assert sum(e == 0 for e in excess) >= 24
+    assert sum(excess) / len(excess) < 0.05

@@ -257,3 +257,12 @@ def test_layers_are_those_that_repeat() -> None:
     chosen = repeated_layers(t)
     assert 3 in chosen
     assert not {2, 4} & chosen
+
+
+def test_an_output_that_nobody_reads_any_more_is_gone(tmp_path: Path) -> None:
+    """The indices of a max-pool that runs again: ONNX Runtime would keep those of the first time to the end of the run."""
+    plan = compile(DATA / "lenet_bn.legacy_train.onnx", tmp_path / "o", parse_recipe({"recompute": {"nodes": "*MaxPool*"}}))
+    nodes = onnx.load(tmp_path / "o" / plan.stages[0].phases["train"].file).graph.node
+    pools = {node.name: len(list(filter(None, node.output))) for node in nodes if node.op_type == "MaxPool"}
+    assert sorted(pools.values()) == [1, 2]
+    assert next(n for name, n in pools.items() if name.endswith(".again")) == 2

@@ -1,8 +1,9 @@
 """Which values are in memory at each node of a graph, and orders of its nodes that need little of it.
 
 It follows what ONNX Runtime does with a graph that it runs in the graph's own order: a value has memory from the node that
-makes it to its last reader; a view lies in the memory of what it views; an operator that may work in place writes over an
-input of the same shape that nobody reads later. Which operators do so, the caller knows (:class:`NodeMemory`).
+makes it to its last reader, and one that nobody reads to the end; a view lies in the memory of what it views; an operator that
+may work in place writes over an input of the same shape that nobody reads later. Which operators do so, the caller knows
+(:class:`NodeMemory`).
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def _walk(
     total = 0
     kept = set(graph.outputs)
     for node in nodes:
+        idle = {v for v in node.outputs if v not in unread}
         for position, value in enumerate(node.outputs):
             shared = None if value in kept else _shared(node, position, memory(node), buffer, unread, held)
             if shared is None:
@@ -109,7 +111,7 @@ def _walk(
         for value in reads[node]:
             unread[buffer.get(value, value)] -= 1
         for made in {buffer.get(v, v): None for v in (*reads[node], *node.outputs)}:
-            if unread[made] == 0:
+            if unread[made] == 0 and made not in idle:
                 total -= held.pop(made, 0)
 
 
@@ -197,7 +199,7 @@ class _Schedule:
                     buffer[value] = len(self._size)
                     self._makes[i].append(len(self._size))
                     self._size.append(sizes.get(value, 0))
-                    self._left.append(int(value in kept))  # one more reader, that never comes
+                    self._left.append(int(value in kept or not value.uses()))  # one more reader, that never comes
                     self._rest.append(0)
                 elif source in buffer:
                     buffer[value] = buffer[source]
