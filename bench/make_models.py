@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -129,25 +130,73 @@ def gpt2(layers: int) -> nn.Module:
     return Logits(without_dropout(GPT2LMHeadModel(GPT2Config(n_layer=layers))), use_cache=False)
 
 
+class LSTMClassifier(nn.Module):
+    """Hochreiter & Schmidhuber 1997, doi:10.1162/neco.1997.9.8.1735: the last state of one layer tells the class of a text."""
+
+    def __init__(self, words: int = 10_000, width: int = 128, hidden: int = 256, classes: int = 10):
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.lstm = nn.LSTM(width, hidden, batch_first=True)
+        self.head = nn.Linear(hidden, classes)
+
+    def forward(self, input_ids):
+        return self.head(self.lstm(self.embedding(input_ids))[0][:, -1])
+
+
+class DLRM(nn.Module):
+    """Naumov et al. 2019, arXiv:1906.00091: tables for the categories, products of all pairs of vectors, two perceptrons."""
+
+    def __init__(self, tables: int = 8, rows: int = 100_000, width: int = 32, dense: int = 13):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(rows, width) for _ in range(tables))
+        self.bottom = self.perceptron(dense, 256, 64, width)
+        self.top = self.perceptron(tables * (tables + 1) // 2 + width, 256, 64)
+        self.head = nn.Linear(64, 2)
+        rows_, columns = torch.tril_indices(tables + 1, tables + 1, -1)
+        self.register_buffer("pairs", rows_ * (tables + 1) + columns)
+
+    @staticmethod
+    def perceptron(*widths: int) -> nn.Module:
+        layers = ((nn.Linear(a, b), nn.ReLU()) for a, b in pairwise(widths))
+        return nn.Sequential(*(layer for pair in layers for layer in pair))
+
+    def forward(self, x, categories):
+        dense = self.bottom(x)
+        vectors = torch.stack([dense, *(table(categories[:, i]) for i, table in enumerate(self.tables))], 1)
+        products = (vectors @ vectors.transpose(1, 2)).flatten(1)
+        return self.head(self.top(torch.cat([dense, products[:, self.pairs]], 1)))
+
+
 @dataclass(frozen=True)
 class Case:
+    """A model and, by name, examples of what it reads."""
+
     build: Callable[[], nn.Module]
-    example: Callable[[], torch.Tensor]
-    name: str = "x"
+    example: Callable[[], dict[str, torch.Tensor]]
 
 
-def text(length: int) -> Callable[[], torch.Tensor]:
-    return lambda: torch.randint(0, 1000, (2, length))
+def image(*shape: int) -> Callable[[], dict[str, torch.Tensor]]:
+    return lambda: {"x": torch.randn(2, *shape)}
+
+
+def text(length: int) -> Callable[[], dict[str, torch.Tensor]]:
+    return lambda: {"input_ids": torch.randint(0, 1000, (2, length))}
+
+
+def sample() -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(2, 13), "categories": torch.randint(0, 1000, (2, 8))}
 
 
 CASES = {
-    "mlp": Case(mlp, lambda: torch.randn(2, 784)),
-    "lenet": Case(lenet, lambda: torch.randn(2, 1, 28, 28)),
-    "resnet18": Case(resnet18, lambda: torch.randn(2, 3, 224, 224)),
-    "unet": Case(UNet, lambda: torch.randn(2, 3, 128, 128)),
-    "bert_mini": Case(bert_mini, text(32), "input_ids"),
-    "gpt2_4l": Case(lambda: gpt2(4), text(32), "input_ids"),
-    "gpt2_12l": Case(lambda: gpt2(12), text(32), "input_ids"),
+    "mlp": Case(mlp, image(784)),
+    "lenet": Case(lenet, image(1, 28, 28)),
+    "resnet18": Case(resnet18, image(3, 224, 224)),
+    "unet": Case(UNet, image(3, 128, 128)),
+    "lstm": Case(LSTMClassifier, text(32)),
+    "dlrm": Case(DLRM, sample),
+    "bert_mini": Case(bert_mini, text(32)),
+    "gpt2_4l": Case(lambda: gpt2(4), text(32)),
+    "gpt2_12l": Case(lambda: gpt2(12), text(32)),
 }
 
 
@@ -160,18 +209,19 @@ def export(name: str, folder: Path) -> Path:
     case = CASES[name]
     torch.manual_seed(0)
     example, path = case.example(), folder / f"{name}.onnx"
-    symbolic = {0: "batch"} | ({1: "length"} if case.name == "input_ids" else {})
+    lengths = {1: "length"}
+    symbolic = {key: {0: "batch"} | (lengths if key == "input_ids" else {}) for key in example}
     torch.onnx.export(
         case.build().train(),
-        (example,),
+        tuple(example.values()),
         path,
         dynamo=False,
         opset_version=OPSET,
         training=torch.onnx.TrainingMode.TRAINING,
         do_constant_folding=False,
-        input_names=[case.name],
+        input_names=list(example),
         output_names=["logits"],
-        dynamic_axes={case.name: symbolic, "logits": symbolic},
+        dynamic_axes={**symbolic, "logits": {0: "batch"} | (lengths if name.startswith(("bert", "gpt")) else {})},
     )
     return path
 

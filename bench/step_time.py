@@ -1,11 +1,12 @@
-"""Times one training step beside ONNX Runtime's own training artifacts and PyTorch eager.
+"""Times one training step beside ONNX Runtime's own training artifacts, PyTorch eager and torch.compile.
 
     python bench/step_time.py FOLDER [NAME ...] [--peer-python PYTHON] [--torch-python PYTHON] [--threads 1] [--rounds 7]
 
 FOLDER holds the models of bench/make_models.py. Each contestant is a process of its own interpreter (bench/step_workers.py)
 with the same weights, batches, threads, float32 and AdamW; they train in turn, one step each, so that whatever else the machine
 does meets all of them. A step is everything: forward, backward, update, the loss in hand; ortc's also has the norm of the
-gradients and the check that it is finite. Prints medians after two warm-up rounds; exit code 1 if losses disagree.
+gradients and the check that it is finite. Prints medians after two warm-up rounds, the seconds from the start of the process to
+the end of its first step (compilation in it), and the most memory that the process has had; exit code 1 if losses disagree.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -34,20 +36,41 @@ LR = 1e-4
 
 
 def images(*shape: int, classes: int) -> Callable[..., tuple]:
-    return lambda random, n: (random.standard_normal((n, *shape), np.float32), random.integers(0, classes, (n, shape[0])))
+    return lambda random, n: (
+        {"x": random.standard_normal((n, *shape), np.float32)},
+        random.integers(0, classes, (n, shape[0])),
+    )
 
 
-def text(batch: int, length: int) -> Callable[..., tuple]:
-    return lambda random, n: tuple(random.integers(0, 1000, (2, n, batch, length)))
+def text(batch: int, length: int, classes: int | None = None) -> Callable[..., tuple]:
+    """Texts, and for each word the next one, or for each text its class."""
+
+    def make(random: np.random.Generator, n: int) -> tuple:
+        words = random.integers(0, 1000, (n, batch, length))
+        return {"input_ids": words}, random.integers(0, classes or 1000, (n, batch, length) if classes is None else (n, batch))
+
+    return make
 
 
-# name: (batches, number of classes)
+def clicks(batch: int) -> Callable[..., tuple]:
+    return lambda random, n: (
+        {
+            "x": random.standard_normal((n, batch, 13), np.float32),
+            "categories": random.integers(0, 100_000, (n, batch, 8)),
+        },
+        random.integers(0, 2, (n, batch)),
+    )
+
+
+# name: (batches, number of classes, axis of the classes)
 CASES = {
-    "mlp": (images(64, 784, classes=10), 10),
-    "lenet": (images(64, 1, 28, 28, classes=10), 10),
-    "resnet18": (images(8, 3, 224, 224, classes=1000), 1000),
-    "bert_mini": (text(4, 128), 30522),
-    "gpt2_4l": (text(4, 128), 50257),
+    "mlp": (images(64, 784, classes=10), 10, 1),
+    "lenet": (images(64, 1, 28, 28, classes=10), 10, 1),
+    "resnet18": (images(8, 3, 224, 224, classes=1000), 1000, 1),
+    "lstm": (text(32, 64, classes=10), 10, 1),
+    "dlrm": (clicks(256), 2, 1),
+    "bert_mini": (text(4, 128), 30522, -1),
+    "gpt2_4l": (text(4, 128), 50257, -1),
 }
 
 
@@ -55,21 +78,28 @@ class Contestant:
     """A worker process; it answers one step at a time."""
 
     def __init__(self, name: str, python: str, job: Path, log: Path) -> None:
-        self.name, self.times, self.losses = name, [], []
+        self.name, self.times, self.losses, self.peak = name, [], [], 0
+        begin = time.perf_counter()
         command = [python, str(Path(__file__).with_name("step_workers.py")), name, str(job)]
+        self.log = log
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, bufsize=1
         )
-        self.version = self.process.stdout.readline().strip()
-        if not self.version:
-            self.process.wait()
-            raise RuntimeError(f"cannot take part: {(log.read_text().strip().splitlines() or ['no reason given'])[-1]}")
+        self.version = self._answer().strip()
+        self.ready = time.perf_counter() - begin
 
     def step(self, index: int) -> None:
         self.process.stdin.write(f"{index}\n")
-        loss, seconds = json.loads(self.process.stdout.readline())
+        loss, seconds, self.peak = json.loads(self._answer())
         self.losses.append(loss)
         self.times.append(seconds)
+
+    def _answer(self) -> str:
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait()
+            raise RuntimeError(f"cannot take part: {(self.log.read_text().strip().splitlines() or ['no reason given'])[-1]}")
+        return line
 
     def close(self) -> None:
         self.process.stdin.close()
@@ -78,23 +108,21 @@ class Contestant:
 
 def prepare(name: str, models: Path, folder: Path, threads: int, steps: int) -> Path:
     """Compile the model and make the batches; returns the job's file."""
-    make, classes = CASES[name]
-    recipe = parse_recipe(
-        {
-            "loss": [{"name": "cross_entropy", "options": {} if name in ("mlp", "lenet", "resnet18") else {"axis": -1}}],
-            "optimizer": {"name": "adamw", "options": ADAMW, "decay_all": True},
-            "learning_rate": {"base": LR},
-        }
-    )
-    plan = ortc.compile(models / f"{name}.onnx", folder / "stages", recipe)
+    make, classes, axis = CASES[name]
+    recipe = {
+        "loss": [{"name": "cross_entropy", "options": {"axis": axis}}],
+        "optimizer": {"name": "adamw", "options": ADAMW, "decay_all": True},
+        "learning_rate": {"base": LR},
+    }
+    plan = ortc.compile(models / f"{name}.onnx", folder / "stages", parse_recipe(recipe))
     x, labels = make(np.random.default_rng(0), steps)
-    np.savez(folder / "batches.npz", x=x, labels=labels)
+    np.savez(folder / "batches.npz", labels=labels, **{f"input.{key}": array for key, array in x.items()})
     job = {
         "name": name,
         "model": str(models / f"{name}.onnx"),
-        "stages": str(folder / "stages"),
+        "recipe": recipe,
         "batches": str(folder / "batches.npz"),
-        "input": next(p.name for p in plan.stages[0].phases["train"].inputs if p.role == "data"),
+        "inputs": list(x),
         "trained": [p.name for p in plan.trainable()],
         "classes": classes,
         "threads": threads,
@@ -117,8 +145,13 @@ def compete(name: str, pythons: dict[str, str], models: Path, threads: int, roun
                 except (RuntimeError, OSError) as error:
                     absent.append(f"{who}: {error}")
             for index in range(rounds + WARM_UP):
-                for contestant in contestants:
-                    contestant.step(index)
+                for contestant in tuple(contestants):
+                    try:
+                        contestant.step(index)
+                    except RuntimeError as error:
+                        absent.append(f"{contestant.name}: {error}")
+                        contestants.remove(contestant)
+                        contestant.close()
         finally:
             for contestant in contestants:
                 contestant.close()
@@ -128,20 +161,23 @@ def compete(name: str, pythons: dict[str, str], models: Path, threads: int, roun
 def report(name: str, contestants: Sequence[Contestant], absent: Sequence[str]) -> bool:
     """One line per contestant; whether all losses agree with the first one's."""
     own = contestants[0]
-    base, agree = median(own.times[WARM_UP:]), True
+    base, agree = median(own.times[WARM_UP:]), own.name == "ortc"
     for c in contestants:
         times = sorted(c.times[WARM_UP:])
         apart = np.abs(np.array(c.losses) - own.losses) / np.abs(own.losses)
         fits = bool(apart[0] <= ALLOWED and apart.max() <= ALLOWED_LATER.get(name, ALLOWED))
         agree &= fits
-        print(
-            f"{name:>10} {c.name:>10} {1000 * median(times):>9.1f} {1000 * times[0]:>9.1f} {base / median(times):>7.2f} "
-            f"{c.losses[0]:>9.5f} {apart[0]:>9.1e} {apart.max():>9.1e}{'' if fits else '  losses disagree'}",
-            flush=True,
-        )
+        shown = (f"{1000 * median(times):.1f}", f"{1000 * times[0]:.1f}", f"{base / median(times):.2f}")
+        shown = (*shown, f"{c.ready + c.times[0]:.1f}", f"{c.peak / 2**20:.0f}")
+        row = (*shown, f"{c.losses[0]:.5f}", f"{apart[0]:.1e}", f"{apart.max():.1e}")
+        print(_line(name, c.name, *row) + ("" if fits else "  losses disagree"), flush=True)
     for line in absent:
         print(f"{name:>10} {line}", flush=True)
     return agree
+
+
+def _line(*cells: str) -> str:
+    return " ".join(f"{cell:>10}" for cell in cells)
 
 
 def processor() -> str:
@@ -163,11 +199,12 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    pythons = {"ortc": sys.executable, "artifacts": args.peer_python, "torch": args.torch_python}
+    torch = args.torch_python
+    pythons = {"ortc": sys.executable, "artifacts": args.peer_python, "torch": torch, "inductor": torch}
     for who in (who for who, python in pythons.items() if not python):
         print(f"{who} is missing: no interpreter was given")
     print(f"{processor()}; {args.threads} threads; {args.rounds} rounds after {WARM_UP}")
-    print(f"{'model':>10} {'who':>10} {'median ms':>9} {'least ms':>9} {'ortc/it':>7} {'loss':>9} {'apart':>9} {'at most':>9}")
+    print(_line("model", "who", "median ms", "least ms", "ortc / it", "first s", "MiB", "loss", "apart", "at most"))
     agree, versions = True, {}
     for name in args.names:
         contestants, absent = compete(name, {w: p for w, p in pythons.items() if p}, args.folder, args.threads, args.rounds)

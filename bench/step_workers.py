@@ -1,9 +1,10 @@
-"""Who trains in step_time.py: ortc, ONNX Runtime's own training artifacts, PyTorch eager. Each runs in its own interpreter.
+"""Who trains in step_time.py: ortc, ONNX Runtime's own training artifacts, PyTorch eager and compiled. Each in its interpreter.
 
     python step_workers.py NAME JOB.json
 
 Says what it is on the first line of its output; then, for each line with the number of a batch, trains one step on it and
-answers with its loss and the seconds that it took. JOB.json: see step_time.py.
+answers with its loss, the seconds that it took, and the most memory that the process has had, in bytes (0 where the system does
+not tell). JOB.json: see step_time.py.
 """
 
 from __future__ import annotations
@@ -20,16 +21,22 @@ from typing import Any
 
 import numpy as np
 
-Step = Callable[[np.ndarray, np.ndarray], float]  # data, labels -> loss
+Step = Callable[[list[np.ndarray], np.ndarray], float]  # data, in the order of the model's inputs, and labels -> loss
 
 
 def ortc(job: dict[str, Any], folder: Path) -> tuple[Step, str]:
-    """The folder that step_time.py compiled."""
+    """The model compiled here, so that the time to the first step has it in."""
     import ortc
+    from ortc.recipe import parse_recipe
 
-    trainer = ortc.Trainer(job["stages"], threads=job["threads"])
+    ortc.compile(job["model"], folder / "stages", parse_recipe(job["recipe"]))
+    trainer = ortc.Trainer(folder / "stages", threads=job["threads"])
     name = f"ortc {ortc.__version__}, onnxruntime {_runtime()}"
-    return lambda x, labels: trainer.step({job["input"]: x, "labels": labels}).loss, name
+
+    def step(x: list[np.ndarray], labels: np.ndarray) -> float:
+        return trainer.step({**dict(zip(job["inputs"], x, strict=True)), "labels": labels}).loss
+
+    return step, name
 
 
 def artifacts(job: dict[str, Any], folder: Path) -> tuple[Step, str]:
@@ -69,8 +76,8 @@ def artifacts(job: dict[str, Any], folder: Path) -> tuple[Step, str]:
     optimizer.set_learning_rate(job["lr"])
     module.train()
 
-    def step(x: np.ndarray, labels: np.ndarray) -> float:
-        loss = module(x, labels.reshape(-1))
+    def step(x: list[np.ndarray], labels: np.ndarray) -> float:
+        loss = module(*x, labels.reshape(-1))
         optimizer.step()
         module.lazy_reset_grad()
         return float(loss)
@@ -78,7 +85,12 @@ def artifacts(job: dict[str, Any], folder: Path) -> tuple[Step, str]:
     return step, f"onnxruntime.training.artifacts, onnxruntime {_runtime()}"
 
 
-def torch(job: dict[str, Any], folder: Path) -> tuple[Step, str]:
+def inductor(job: dict[str, Any], folder: Path) -> tuple[Step, str]:
+    """As `torch`, the module and its loss by torch.compile; the optimizer's own update is left as it is, foreach."""
+    return torch(job, folder, compiled=True)
+
+
+def torch(job: dict[str, Any], folder: Path, *, compiled: bool = False) -> tuple[Step, str]:
     """The module that make_models.py exported, with the weights of the file."""
     import make_models
     import onnx
@@ -96,15 +108,19 @@ def torch(job: dict[str, Any], folder: Path) -> tuple[Step, str]:
         model.parameters(), lr=job["lr"], betas=betas, eps=adamw["epsilon"], weight_decay=adamw["weight_decay"]
     )
 
-    def step(x: np.ndarray, labels: np.ndarray) -> float:
+    def loss_of(labels: torch.Tensor, *x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(*x).flatten(0, -2), labels.flatten())
+
+    forward = torch.compile(loss_of) if compiled else loss_of
+
+    def step(x: list[np.ndarray], labels: np.ndarray) -> float:
         optimizer.zero_grad()
-        scores = model(torch.from_numpy(x)).flatten(0, -2)
-        loss = torch.nn.functional.cross_entropy(scores, torch.from_numpy(labels).flatten())
+        loss = forward(torch.from_numpy(labels), *map(torch.from_numpy, x))
         loss.backward()
         optimizer.step()
         return loss.item()
 
-    return step, f"PyTorch {torch.__version__} eager"
+    return step, f"PyTorch {torch.__version__} {'by torch.compile' if compiled else 'eager'}"
 
 
 def _runtime() -> str:
@@ -113,7 +129,13 @@ def _runtime() -> str:
     return onnxruntime.__version__
 
 
-WORKERS = {f.__name__: f for f in (ortc, artifacts, torch)}
+def _peak() -> int:
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
+
+
+WORKERS = {f.__name__: f for f in (ortc, artifacts, torch, inductor)}
 
 
 def main(name: str, job_file: str) -> None:
@@ -121,15 +143,15 @@ def main(name: str, job_file: str) -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     job = json.loads(Path(job_file).read_text())
     with np.load(job["batches"]) as archive:
-        x, labels = archive["x"], archive["labels"]
+        x, labels = [archive[f"input.{name_}"] for name_ in job["inputs"]], archive["labels"]
     with tempfile.TemporaryDirectory() as folder:
         step, what = WORKERS[name](job, Path(folder))
         print(f"{what}, numpy {version('numpy')}", file=answers)
         for line in sys.stdin:
             index = int(line)
             begin = time.perf_counter()
-            loss = step(x[index], labels[index])
-            print(json.dumps([loss, time.perf_counter() - begin]), file=answers)
+            loss = step([array[index] for array in x], labels[index])
+            print(json.dumps([loss, time.perf_counter() - begin, _peak()]), file=answers)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -124,9 +125,14 @@ def dimension(text: str, sizes: Mapping[str, int]) -> int | None:
     if text in sizes:
         return sizes[text]
     try:
-        return _arithmetic(ast.parse(text, mode="eval").body, sizes)
+        return _arithmetic(_parsed(text), sizes)
     except (SyntaxError, KeyError, ZeroDivisionError):
         return None
+
+
+@cache
+def _parsed(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
 
 
 _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
