@@ -60,7 +60,7 @@ Renames = Annotated[
         "--rename", metavar="OLD=NEW", help="names, with * for what stays, e.g. 'module.*=*'; the first that fits wins"
     ),
 ]
-Threads = Annotated[int | None, typer.Option(min=1, help="threads of each session; default: all cores")]
+Threads = Annotated[int | None, typer.Option(min=1, help="threads of each session; default: all cores, which ranks share")]
 Force = Annotated[bool, typer.Option("--force", help="replace what is there")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="print errors only")]
 
@@ -288,6 +288,10 @@ def run(
     no_shuffle: Annotated[bool, typer.Option("--no-shuffle", help="take the samples in their stored order")] = False,
     eval_batch_size: Annotated[int | None, typer.Option(min=1, help="default: --batch-size")] = None,
     threads: Threads = None,
+    timeout: Annotated[
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="how long a rank waits for another; then the run ends; 0: for ever"),
+    ] = 1800,
     metrics: Annotated[Path | None, typer.Option(help="JSON-lines file; default: DIR/metrics.jsonl")] = None,
     profile: Annotated[
         Path | None,
@@ -339,7 +343,8 @@ def run(
     code = run_training(
         folder, data=data, batch_size=batch_size, steps=steps, epochs=epochs, eval_data=eval_data, eval_every=eval_every,
         save_every=save_every, keep=keep, restore=restore, lr=lr, schedule=schedule, warmup=warmup, seed=seed,
-        drop_last=drop_last, shuffle=not no_shuffle, eval_batch_size=eval_batch_size, threads=threads, metrics=metrics,
+        drop_last=drop_last, shuffle=not no_shuffle, eval_batch_size=eval_batch_size, threads=threads, timeout=timeout,
+        metrics=metrics,
         profile=profile, metric=metric or (),
         best=best, patience=patience, tensorboard=tensorboard, histograms=histograms or (), histogram_every=histogram_every,
         fetch=fetch or (), fetch_every=fetch_every, rename=names, providers=ep or (), session_options=session_option or (),

@@ -33,6 +33,7 @@ from ortc.runtime.progress import Progress, Show, show_progress
 from ortc.runtime.stage import import_onnxruntime
 from ortc.runtime.tensors import show_magnitudes
 from ortc.runtime.trainer import StepResult, Trainer
+from ortc.runtime.transport import TIMEOUT
 
 INTERRUPTED = 128  # plus the signal's number is the exit code, as a shell has it
 
@@ -57,6 +58,7 @@ def run(
     shuffle: bool = True,
     eval_batch_size: int | None = None,
     threads: int | None = None,
+    timeout: float = TIMEOUT,
     metrics: str | Path | None = None,
     profile: str | Path | None = None,
     metric: Sequence[str] = (),
@@ -92,6 +94,8 @@ def run(
         drop_last: leave out an epoch's last batch if it is smaller.
         shuffle: whether the samples of an epoch come in an order of their own, or as they are stored.
         eval_batch_size: samples of a batch in evaluations; default: ``batch_size``.
+        threads: of each session; default: all cores, which the ranks of a host share out.
+        timeout: seconds that a rank waits for another, before the run ends; 0 for ever.
         metrics: the JSON-lines file; default ``metrics.jsonl`` in the folder.
         profile: where a trace of the last step goes, predicted and measured; the metrics end with what each rank did in it.
         metric: what evaluations find out beside the loss: see :func:`ortc.runtime.evaluation.make_metrics`.
@@ -132,7 +136,8 @@ def run(
             parse_recipe({"seed": seed}, "options")
         trainer = stack.enter_context(
             Trainer(
-                folder, restore=restore, threads=threads, seed=seed, schedule=rate, keep=keep, exclusive=True, engine=engine,
+                folder, restore=restore, threads=threads, timeout=timeout or None, seed=seed,
+                schedule=rate, keep=keep, exclusive=True, engine=engine,
                 fetch=fetch,
             )
         )  # fmt: skip

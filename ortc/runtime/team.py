@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +28,19 @@ from ortc.runtime.worker import Worker, ranks_of
 T = TypeVar("T")
 
 
+def cores() -> set[int]:
+    """The cores that this process may run on."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def threads_of(world: Transport) -> int:
+    """As many threads as this rank has cores; of a core that several ranks of this host may run on, each has its part."""
+    told = world.broadcast_object(world.gather_object([socket.gethostname(), sorted(cores())]))
+    host, own = told[world.rank]
+    here = [core for name, others in told if name == host for core in others]
+    return max(int(sum(Fraction(1, here.count(core)) for core in own)), 1)
+
+
 class Team:
     """Runs functions on every rank of this process at once.
 
@@ -36,17 +51,19 @@ class Team:
         threads: of each session; None for all cores.
     """
 
-    def __init__(self, folder: Path, plan: Plan, threads: int | None, engine: Engine = DEFAULT_ENGINE) -> None:
-        self._mpi = launched_by_mpi()
+    def __init__(
+        self, folder: Path, plan: Plan, threads: int | None, engine: Engine = DEFAULT_ENGINE, timeout: float | None = None
+    ) -> None:
+        self._mpi, self._timeout = launched_by_mpi(), timeout
         size = ranks_of(plan) * plan.recipe.pipeline.replicas
-        worlds = [mpi_world()] if self._mpi else thread_world(size)
+        worlds = [mpi_world(timeout)] if self._mpi else thread_world(size, timeout)
         self.size = worlds[0].size
         if self._mpi:
             # An error in one rank ends all: until the world closes, everything happens in it.
             worlds[0].__enter__()
             self._world: Transport | None = worlds[0]
         if threads is None and self.size > 1:
-            threads = max((os.cpu_count() or 1) // self.size, 1)
+            threads = threads_of(worlds[0]) if self._mpi else max(len(cores()) // self.size, 1)
         self.threads = threads
         self._pool = ThreadPoolExecutor(len(worlds)) if len(worlds) > 1 else None
         try:
@@ -71,7 +88,7 @@ class Team:
             if not isinstance(error, CheckpointError):
                 self.fail(error)
             if self._pool is not None:  # the others were told of the failure; now they can go on
-                for worker, world in zip(self.workers, thread_world(self.size), strict=True):
+                for worker, world in zip(self.workers, thread_world(self.size, self._timeout), strict=True):
                     worker.connect(world)
             raise
 

@@ -29,6 +29,7 @@ from ortc.runtime.profile import Profile, Recorder, make_profile
 from ortc.runtime.scaling import Scaling
 from ortc.runtime.stage import DEFAULT_ENGINE, Part, import_onnxruntime
 from ortc.runtime.team import Team
+from ortc.runtime.transport import TIMEOUT
 
 EXPORT_TOLERANCE = 1e-4  # relative; the exported graph is another one than the evaluation's, and sums in another order
 
@@ -77,7 +78,8 @@ class Trainer:
     Args:
         folder: the output folder.
         restore: where to continue: ``latest``, ``best``, ``none`` (the initial weights), or the path of a checkpoint.
-        threads: of each session; None for all cores.
+        threads: of each session; None for all cores, which the ranks of a host share out.
+        timeout: seconds that a rank waits for another, before the run ends; None for ever.
         seed: of dropout and the data order; None: the checkpoint's, or the recipe's.
         schedule: the learning rate; None: the recipe's.
         total_steps: the last step of the run, for schedules that depend on it.
@@ -96,6 +98,7 @@ class Trainer:
         *,
         restore: str | Path = "latest",
         threads: int | None = None,
+        timeout: float | None = TIMEOUT,
         seed: int | None = None,
         schedule: LearningRate | None = None,
         total_steps: int | None = None,
@@ -119,7 +122,7 @@ class Trainer:
         ports = [p for s in self.plan.stages for phase in ("train", "forward", "eval") for p in _inputs(s, phase)]
         self.inputs = BatchCheck([p for p in ports if p.role in ("data", "label")], self.plan.losses)
         self._fetch = list(dict.fromkeys(fetch))
-        self._team = Team(self.folder, self.plan, threads, engine or DEFAULT_ENGINE)
+        self._team = Team(self.folder, self.plan, threads, engine or DEFAULT_ENGINE, timeout)
         try:
             if exclusive:
                 self._take_lock()

@@ -104,6 +104,10 @@ class Request(ABC):
         """
 
 
+# Seconds that a rank waits for another: more than saving, opening sessions or an export takes, and not for ever.
+TIMEOUT = 1800.0
+
+
 class Transport(ABC):
     """One rank's connection to the others of its group.
 

@@ -71,13 +71,10 @@ def layer_normalization(op, X, Scale, Mean, InvStdDev, dY, dMean, dInvStdDev, *,
     ),
 )
 def batch_normalization(op, X, scale, input_mean, input_var, dY, *, epsilon=1e-5, training_mode=0, momentum=0.9):
-    """With stored statistics dX = dY·scale·σ⁻¹; on the batch as above, of c = X - μ: scale·σ⁻¹·(dY - mean dY - c·σ⁻²·mean(dY·c)).
-    dscale = σ⁻¹·Σ dY·c, dB = Σ dY"""
+    """With stored statistics dX = dY·scale·σ⁻¹; on the batch as above, with c = X - μ
+    scale·σ⁻¹·(dY - mean dY - c·σ⁻²·mean(dY·c)). dscale = σ⁻¹·Σ dY·c, dB = Σ dY"""
     axes = [0, *range(2, op.rank(X))]
-    if training_mode:
-        mean = op.ReduceMean(X, axes, keepdims=1)
-    else:
-        mean = _per_channel(op, op.cast(input_mean, X), X)
+    mean = op.ReduceMean(X, axes, keepdims=1) if training_mode else _per_channel(op, op.cast(input_mean, X), X)
     centred = X - mean
     if training_mode:
         inverse = op.Reciprocal(op.Sqrt(op.ReduceMean(centred * centred, axes, keepdims=1) + float(epsilon)))

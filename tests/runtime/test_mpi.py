@@ -324,6 +324,40 @@ def ranks_in(folder: Path) -> dict[int, int]:
     return found
 
 
+def test_a_rank_that_hangs_is_named_and_ends_all(tmp_path: Path):
+    """Stopped, which is no death; the first steps may take their time."""
+    folder, options = compiled(tmp_path / "o", {"stages": 2, "micro_batches": 2}), ("--steps", 10**6, "--timeout", 4, "--quiet")
+    line = command(folder, generated(tmp_path, "endless", pause=0.01), *options)
+    job = start("env", f"TEST_JOB={folder}", MPIEXEC, "-n", 2, *line, cwd=tmp_path)
+    began, lines = time.monotonic(), folder / "metrics.jsonl"
+    while not (lines.exists() and lines.read_bytes().count(b"\n") > 2) and time.monotonic() - began < SECONDS:
+        time.sleep(0.05)
+    os.kill(ranks_in(folder)[1], signal.SIGSTOP)
+    at = time.monotonic()
+    code, _, err = finished(job)
+    assert time.monotonic() - at < 30
+    assert code != 0
+    assert re.search(r"rank 0: .*rank 1.*, for more than 4 s: that rank hangs", err), err
+
+
+CORES = """
+import os, sys
+from ortc.runtime.team import threads_of
+from ortc.runtime.transport import mpi_world
+allowed = {0: {0, 1, 2, 3}, 1: {0, 1, 2, 3}, 2: {4, 5}}
+with mpi_world() as world:
+    os.sched_getaffinity = lambda pid: allowed[world.rank]
+    print(world.rank, threads_of(world), flush=True)
+"""
+
+
+def test_ranks_share_out_the_cores_that_they_may_run_on(tmp_path: Path):
+    (tmp_path / "cores.py").write_text(CORES)
+    code, out, err = finished(start(MPIEXEC, "-n", 3, sys.executable, tmp_path / "cores.py"))
+    assert code == 0, err
+    assert sorted(out.splitlines()) == ["0 2", "1 2", "2 2"]
+
+
 def kill_and_restart(tmp_path: Path, kills: int, steps: int, ranks: int, pipeline: dict[str, Any]) -> None:
     source = generated(tmp_path, "slow", pause=0.01)
     options = ("--steps", steps, "--save-every", 3, "--keep", 2, "--quiet")
