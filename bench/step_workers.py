@@ -1,4 +1,6 @@
-"""Who trains in step_time.py: ortc, ONNX Runtime's own training artifacts, PyTorch eager and compiled. Each in its interpreter.
+"""Who trains in step_time.py: ortc, ONNX Runtime's own training artifacts, onnxsim, PyTorch eager and compiled.
+
+Each runs in an interpreter of its own.
 
     python step_workers.py NAME JOB.json
 
@@ -85,8 +87,74 @@ def artifacts(job: dict[str, Any], folder: Path) -> tuple[Step, str]:
     return step, f"onnxruntime.training.artifacts, onnxruntime {_runtime()}"
 
 
+def onnxsim(job: dict[str, Any], folder: Path) -> tuple[Step, str]:
+    """onnxsim.compile_training_loop, with what the model needs for it.
+
+    It wants numbers for all sizes, a loss of operators that it differentiates, and embeddings read by one row of indices. Its
+    Adam is PyTorch's with the same factors (they are constants there), without the decay of the weights, which cannot be set.
+    """
+    import onnx
+    import onnxruntime
+    import onnxsim
+
+    class Options(onnxruntime.SessionOptions):  # it asks for nothing about threads
+        def __init__(self) -> None:
+            super().__init__()
+            self.intra_op_num_threads = job["threads"]
+
+    onnxruntime.SessionOptions = Options
+    with np.load(job["batches"]) as archive:
+        shapes = {name: list(archive[f"input.{name}"].shape[1:]) for name in job["inputs"]}
+        labels_shape = archive["labels"].shape[1:]
+    model, _ = onnxsim.simplify(onnx.load(job["model"]), overwrite_input_shapes=shapes)
+    graph, make = model.graph, onnx.helper.make_node
+    trained = set(job["trained"])
+
+    def whole(*values: int) -> str:
+        name = f"bench/{','.join(map(str, values))}"
+        if name not in (i.name for i in graph.initializer):
+            graph.initializer.append(onnx.numpy_helper.from_array(np.array(values, np.int64), name))
+        return name
+
+    nodes = list(graph.node)
+    del graph.node[:]
+    ranks = {v.name: len(v.type.tensor_type.shape.dim) for v in (*graph.value_info, *graph.input)}
+    sizes = {i.name: i.dims for i in graph.initializer}
+    for node in nodes:
+        if node.op_type == "Gather" and node.input[0] in trained and ranks.get(node.input[1], 1) > 1:
+            indices, rows = node.input[1], node.output[0]
+            graph.node.append(make("Reshape", [indices, whole(-1)], [f"{rows}/indices"]))
+            graph.node.append(make("Gather", [node.input[0], f"{rows}/indices"], [f"{rows}/rows"]))
+            shape = whole(*shapes[indices], sizes[node.input[0]][1])
+            graph.node.append(make("Reshape", [f"{rows}/rows", shape], [rows]))
+        else:
+            graph.node.append(node)
+    count, classes = int(np.prod(labels_shape)), job["classes"]
+    one_of = onnx.numpy_helper.from_array(np.array([0, -1 / count], np.float32), "bench/one_of")
+    graph.initializer.append(one_of)
+    graph.node.extend(
+        [
+            make("Reshape", [graph.output[0].name, whole(-1, classes)], ["bench/rows"]),
+            make("Softmax", ["bench/rows"], ["bench/probabilities"], axis=-1),
+            make("Log", ["bench/probabilities"], ["bench/log"]),
+            make("OneHot", ["labels", whole(classes), "bench/one_of"], ["bench/chosen"]),
+            make("Mul", ["bench/log", "bench/chosen"], ["bench/parts"]),
+            make("ReduceSum", ["bench/parts"], ["loss"], keepdims=0),
+        ]
+    )
+    graph.input.append(onnx.helper.make_tensor_value_info("labels", onnx.TensorProto.INT64, [count]))
+    graph.output[0].CopyFrom(onnx.helper.make_tensor_value_info("loss", onnx.TensorProto.FLOAT, []))
+    loop = onnxsim.compile_training_loop(model, "loss", job["trained"], optimizer="adam")
+
+    def step(x: list[np.ndarray], labels: np.ndarray) -> float:
+        return loop({**dict(zip(job["inputs"], x, strict=True)), "labels": labels.reshape(-1)}, job["lr"])
+
+    loop.step_graph  # compiled now, so that a model which it refuses is told before anybody trains
+    return step, f"onnxsim {onnxsim.__version__} compile_training_loop (Adam without decay), onnxruntime {_runtime()}"
+
+
 def inductor(job: dict[str, Any], folder: Path) -> tuple[Step, str]:
-    """As `torch`, the module and its loss by torch.compile; the optimizer's own update is left as it is, foreach."""
+    """As `torch`, the module with its loss by torch.compile, and AdamW in its fused form, PyTorch's quickest."""
     return torch(job, folder, compiled=True)
 
 
@@ -105,7 +173,12 @@ def torch(job: dict[str, Any], folder: Path, *, compiled: bool = False) -> tuple
     adamw = job["adamw"]
     betas = adamw["beta1"], adamw["beta2"]
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=job["lr"], betas=betas, eps=adamw["epsilon"], weight_decay=adamw["weight_decay"]
+        model.parameters(),
+        lr=job["lr"],
+        betas=betas,
+        eps=adamw["epsilon"],
+        weight_decay=adamw["weight_decay"],
+        fused=compiled or None,
     )
 
     def loss_of(labels: torch.Tensor, *x: torch.Tensor) -> torch.Tensor:
@@ -120,7 +193,7 @@ def torch(job: dict[str, Any], folder: Path, *, compiled: bool = False) -> tuple
         optimizer.step()
         return loss.item()
 
-    return step, f"PyTorch {torch.__version__} {'by torch.compile' if compiled else 'eager'}"
+    return step, f"PyTorch {torch.__version__} {'by torch.compile, fused AdamW' if compiled else 'eager'}"
 
 
 def _runtime() -> str:
@@ -135,7 +208,7 @@ def _peak() -> int:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
 
 
-WORKERS = {f.__name__: f for f in (ortc, artifacts, torch, inductor)}
+WORKERS = {f.__name__: f for f in (ortc, artifacts, onnxsim, torch, inductor)}
 
 
 def main(name: str, job_file: str) -> None:
