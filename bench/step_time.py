@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -100,7 +101,8 @@ class Contestant:
         line = self.process.stdout.readline()
         if not line:
             self.process.wait()
-            raise RuntimeError(f"cannot take part: {(self.log.read_text().strip().splitlines() or ['no reason given'])[-1]}")
+            reason = (self.log.read_text().strip().splitlines() or ["no reason given"])[-1]
+            raise RuntimeError(f"cannot take part: {textwrap.shorten(reason, 200)}")
         return line
 
     def close(self) -> None:

@@ -88,10 +88,9 @@ def artifacts(job: dict[str, Any], folder: Path) -> tuple[Step, str]:
 
 
 def onnxsim(job: dict[str, Any], folder: Path) -> tuple[Step, str]:
-    """onnxsim.compile_training_loop, with what the model needs for it.
+    """onnxsim.compile_training_loop on the model as `_onnxsim_loss` writes it.
 
-    It wants numbers for all sizes, a loss of operators that it differentiates, and embeddings read by one row of indices. Its
-    Adam is PyTorch's with the same factors (they are constants there), without the decay of the weights, which cannot be set.
+    Its Adam is PyTorch's with the same factors (they are constants there), without the decay of the weights, which it has not.
     """
     import onnx
     import onnxruntime
@@ -104,53 +103,76 @@ def onnxsim(job: dict[str, Any], folder: Path) -> tuple[Step, str]:
 
     onnxruntime.SessionOptions = Options
     with np.load(job["batches"]) as archive:
-        shapes = {name: list(archive[f"input.{name}"].shape[1:]) for name in job["inputs"]}
-        labels_shape = archive["labels"].shape[1:]
-    model, _ = onnxsim.simplify(onnx.load(job["model"]), overwrite_input_shapes=shapes)
-    graph, make = model.graph, onnx.helper.make_node
-    trained = set(job["trained"])
-
-    def whole(*values: int) -> str:
-        name = f"bench/{','.join(map(str, values))}"
-        if name not in (i.name for i in graph.initializer):
-            graph.initializer.append(onnx.numpy_helper.from_array(np.array(values, np.int64), name))
-        return name
-
-    nodes = list(graph.node)
-    del graph.node[:]
-    ranks = {v.name: len(v.type.tensor_type.shape.dim) for v in (*graph.value_info, *graph.input)}
-    sizes = {i.name: i.dims for i in graph.initializer}
-    for node in nodes:
-        if node.op_type == "Gather" and node.input[0] in trained and ranks.get(node.input[1], 1) > 1:
-            indices, rows = node.input[1], node.output[0]
-            graph.node.append(make("Reshape", [indices, whole(-1)], [f"{rows}/indices"]))
-            graph.node.append(make("Gather", [node.input[0], f"{rows}/indices"], [f"{rows}/rows"]))
-            shape = whole(*shapes[indices], sizes[node.input[0]][1])
-            graph.node.append(make("Reshape", [f"{rows}/rows", shape], [rows]))
-        else:
-            graph.node.append(node)
-    count, classes = int(np.prod(labels_shape)), job["classes"]
-    one_of = onnx.numpy_helper.from_array(np.array([0, -1 / count], np.float32), "bench/one_of")
-    graph.initializer.append(one_of)
-    graph.node.extend(
-        [
-            make("Reshape", [graph.output[0].name, whole(-1, classes)], ["bench/rows"]),
-            make("Softmax", ["bench/rows"], ["bench/probabilities"], axis=-1),
-            make("Log", ["bench/probabilities"], ["bench/log"]),
-            make("OneHot", ["labels", whole(classes), "bench/one_of"], ["bench/chosen"]),
-            make("Mul", ["bench/log", "bench/chosen"], ["bench/parts"]),
-            make("ReduceSum", ["bench/parts"], ["loss"], keepdims=0),
-        ]
-    )
-    graph.input.append(onnx.helper.make_tensor_value_info("labels", onnx.TensorProto.INT64, [count]))
-    graph.output[0].CopyFrom(onnx.helper.make_tensor_value_info("loss", onnx.TensorProto.FLOAT, []))
+        sizes = {name: list(archive[f"input.{name}"].shape[1:]) for name in job["inputs"]}
+        rows = int(np.prod(archive["labels"].shape[1:]))
+    model = _onnxsim_loss(onnx.load(job["model"]), sizes, rows, job["classes"], job["trained"])
     loop = onnxsim.compile_training_loop(model, "loss", job["trained"], optimizer="adam")
+    _ = loop.step_graph  # compiled now, so that what it refuses is told before anybody trains
 
     def step(x: list[np.ndarray], labels: np.ndarray) -> float:
-        return loop({**dict(zip(job["inputs"], x, strict=True)), "labels": labels.reshape(-1)}, job["lr"])
+        shares = np.zeros((rows, job["classes"]), np.float32)
+        shares[np.arange(rows), labels.reshape(-1)] = -1 / rows
+        return loop({**dict(zip(job["inputs"], x, strict=True)), "labels": shares}, job["lr"])
 
-    loop.step_graph  # compiled now, so that a model which it refuses is told before anybody trains
     return step, f"onnxsim {onnxsim.__version__} compile_training_loop (Adam without decay), onnxruntime {_runtime()}"
+
+
+def _onnxsim_loss(model: Any, sizes: dict[str, list[int]], rows: int, classes: int, trained: list[str]) -> Any:
+    """The model with numbers for all sizes, a loss, and only what onnxsim differentiates where that can be said otherwise.
+
+    A Flatten is written as a Reshape, a cube as products, an embedding is read by one row of indices; the loss is the sum of log(softmax) times
+    `labels`: float32[rows, classes], -1 / rows where the label is and 0 elsewhere.
+    """
+    import onnx
+    import onnxsim
+
+    make, port = onnx.helper.make_node, onnx.helper.make_tensor_value_info
+    weights = [i for i in model.graph.initializer if i.name in trained]
+    for weight in weights:  # inputs, so that simplifying merges none and folds nothing into them
+        model.graph.initializer.remove(weight)
+        model.graph.input.append(port(weight.name, weight.data_type, weight.dims))
+    model = onnx.shape_inference.infer_shapes(onnxsim.simplify(model, overwrite_input_shapes=sizes)[0])
+    graph = model.graph
+    shapes = {
+        v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in (*graph.value_info, *graph.input, *graph.output)
+    }
+    shapes |= {i.name: list(i.dims) for i in graph.initializer}
+    for old in [i for i in graph.input if i.name in trained]:
+        graph.input.remove(old)
+    graph.initializer.extend(weights)
+
+    def reshape(value: str, made: str, shape: list[int]) -> Any:
+        graph.initializer.append(onnx.numpy_helper.from_array(np.array(shape, np.int64), f"{made}/shape"))
+        return make("Reshape", [value, f"{made}/shape"], [made])
+
+    nodes, constants = [], {i.name: onnx.numpy_helper.to_array(i) for i in graph.initializer if not i.dims}
+    for node in graph.node:
+        made = node.output[0]
+        if node.op_type == "Constant":
+            constants[made] = onnx.numpy_helper.to_array(node.attribute[0].t)
+            graph.initializer.append(onnx.numpy_helper.from_array(constants[made], made))
+        elif node.op_type == "Pow" and constants.get(node.input[1]) == 3:
+            nodes.append(make("Mul", [node.input[0], node.input[0]], [f"{made}/square"]))
+            nodes.append(make("Mul", [f"{made}/square", node.input[0]], [made]))
+        elif node.op_type == "Flatten":
+            nodes.append(reshape(node.input[0], made, shapes[made]))
+        elif node.op_type == "Gather" and node.input[0] in trained and len(shapes.get(node.input[1], ())) > 1:
+            nodes.append(reshape(node.input[1], f"{made}/indices", [-1]))
+            nodes.append(make("Gather", [node.input[0], f"{made}/indices"], [f"{made}/rows"]))
+            nodes.append(reshape(f"{made}/rows", made, shapes[made]))
+        else:
+            nodes.append(node)
+    loss = [
+        reshape(graph.output[0].name, "bench/rows", [rows, classes]),
+        make("Softmax", ["bench/rows"], ["bench/probabilities"], axis=-1),
+        make("Log", ["bench/probabilities"], ["bench/log"]),
+        make("Mul", ["bench/log", "labels"], ["bench/parts"]),
+        make("ReduceSum", ["bench/parts"], ["loss"], keepdims=0),
+    ]
+    ports = [*graph.input, port("labels", onnx.TensorProto.FLOAT, [rows, classes])]
+    result = port("loss", onnx.TensorProto.FLOAT, [])
+    made = onnx.helper.make_graph([*nodes, *loss], graph.name, ports, [result], list(graph.initializer))
+    return onnx.helper.make_model(made, opset_imports=model.opset_import, ir_version=model.ir_version)
 
 
 def inductor(job: dict[str, Any], folder: Path) -> tuple[Step, str]:
