@@ -120,8 +120,8 @@ def onnxsim(job: dict[str, Any], folder: Path) -> tuple[Step, str]:
 def _onnxsim_loss(model: Any, sizes: dict[str, list[int]], rows: int, classes: int, trained: list[str]) -> Any:
     """The model with numbers for all sizes, a loss, and only what onnxsim differentiates where that can be said otherwise.
 
-    A Flatten is written as a Reshape, a cube as products, an embedding is read by one row of indices; the loss is the sum of log(softmax) times
-    `labels`: float32[rows, classes], -1 / rows where the label is and 0 elsewhere.
+    A Flatten is written as a Reshape, a cube as products, an embedding is read by one row of indices; the loss is the sum of
+    log(softmax) times `labels`: float32[rows, classes], -1 / rows where the label is and 0 elsewhere.
     """
     import onnx
     import onnxsim
