@@ -4,11 +4,11 @@
 
 FOLDER holds the models of bench/make_models.py; batches and recipe are those of bench/step_time.py. ONNX Runtime's profile of
 the quickest of the steps is read: what each operator took (a Scan without the operators of its body), with the sizes that it
-had. Operations and bytes are counted as ortc.passes.costs does. The limit is the roofline (Williams, Waterman & Patterson 2009):
-for each operator the larger of its operations over the peak of a large matrix product, and of its bytes over that of a stream
-through memory. ONNX Runtime measures both in the same run with the same threads. Arrays that are still in a cache can beat it.
-The limit of an optimizer in a session of its own is that of what the session reads and writes, once: all between could stay in
-a cache.
+had. Operations and bytes are counted as ortc.passes.costs does. The limit is the roofline (Williams, Waterman & Patterson
+2009): for each operator the larger of its operations over the peak of a large matrix product, and of its bytes over that of a
+stream through memory. ONNX Runtime measures both in the same run with the same threads. Arrays that are still in a cache can
+beat it. The limit of an optimizer in a session of its own is that of what the session reads and writes, once: all between
+could stay in a cache.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ CLASSES = {
     "matrix products": "MatMul FusedMatMul TransposeMatMul Gemm FusedGemm Einsum LSTM GRU RNN Attention MultiHeadAttention",
     "convolutions": "Conv FusedConv NhwcConv ConvGrad ConvTranspose DeformConv Im2Col Col2Im",
     "reductions, norms, softmax, pools": """
-        ReduceSum ReduceMean ReduceMax ReduceMin ReduceProd ReduceL1 ReduceL2 ReduceSumSquare ReduceLogSumExp ArgMax ArgMin CumSum
-        TopK Softmax LogSoftmax SoftmaxGrad LogSoftmaxGrad SoftmaxCrossEntropyLoss SoftmaxCrossEntropyLossGrad
+        ReduceSum ReduceMean ReduceMax ReduceMin ReduceProd ReduceL1 ReduceL2 ReduceSumSquare ReduceLogSumExp ArgMax ArgMin
+        CumSum TopK Softmax LogSoftmax SoftmaxGrad LogSoftmaxGrad SoftmaxCrossEntropyLoss SoftmaxCrossEntropyLossGrad
         LayerNormalization SimplifiedLayerNormalization SkipLayerNormalization LayerNormalizationGrad
         BatchNormalization InstanceNormalization GroupNormalization
         MaxPool MaxPoolGrad AveragePool AveragePoolGrad GlobalAveragePool GlobalMaxPool""",
@@ -76,7 +76,7 @@ class Peak:
         return 1e6 * max(cost.flops / self.flops, cost.bytes / self.bytes)
 
 
-def measure_peak(threads: int, rounds: int = 7) -> Peak:
+def measure_peak(threads: int, rounds: int = 5) -> Peak:
     """A product of matrices of 2048 × 2048, and x + y over 128 MiB each."""
     size, length = 2048, 1 << 25
     product = _quickest("MatMul", (size, size), threads, rounds)
@@ -165,7 +165,7 @@ def _cost(operator: str, node: ir.Node | None, inputs: list[Told], outputs: list
 
 @dataclass(frozen=True)
 class Profile:
-    """Operators of the quickest step, its microseconds, the median of steps without a profile; bytes that an optimizer's session
+    """Operators of the quickest step, its microseconds, the median of others without it; bytes that an optimizer's session
     reads and writes."""
 
     kernels: list[Kernel]
@@ -234,7 +234,7 @@ def _figures(group: list[Kernel], whole: float, limit: float) -> tuple[str, ...]
     spent, cost = sum(k.time for k in group), sum((k.cost for k in group), Cost())
     seconds = max(spent, 1e-3) / 1e6
     return (
-        *(f"{spent / 1e3:.2f}", f"{spent / whole:.1%}", f"{len(group)}", f"{cost.flops / 1e9:.2f}", f"{cost.bytes / 1e6:.1f}"),
+        *(f"{spent / 1e3:.2f}", f"{spent / whole:.1%}", f"{len(group)}", f"{cost.flops / 1e9:.3f}", f"{cost.bytes / 1e6:.1f}"),
         *(f"{cost.flops / seconds / 1e9:.1f}", f"{cost.bytes / seconds / 1e9:.1f}", f"{limit / 1e3:.2f}"),
         f"{spent / limit:.1f}" if limit >= 1 else "-",
     )

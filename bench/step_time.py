@@ -2,13 +2,13 @@
 
     python bench/step_time.py FOLDER [NAME ...] [--peers PEERS] [--threads 1] [--rounds 7]
 
-FOLDER holds the models of bench/make_models.py, PEERS the environments of bench/make_peers.sh. Each contestant is a process of
-its own interpreter (bench/step_workers.py) with the same weights, batches, threads, float32 and AdamW; they train in turn, one
-step each, so that whatever else the machine does meets all of them. A step is everything: forward, backward, update, the loss in
-hand; ortc's also has the norm of the gradients and the check that it is finite. Prints medians after two warm-up rounds, the
-seconds from the start of the process to the end of its first step (compilation in it, not what other contestants do meanwhile),
-and the most memory that the process has had, all of it beside the best of the others; who is absent, and why; exit code 1 if
-losses disagree.
+FOLDER holds the models of bench/make_models.py, PEERS the environments of bench/make_peers.sh. Each contestant is a process
+of its own interpreter (bench/step_workers.py) with the same weights, batches, threads, float32 and AdamW; they train in turn,
+one step each, so that whatever else the machine does meets all of them. A step is everything: forward, backward, update, the
+loss in hand; ortc's also has the norm of the gradients and the check that it is finite. Prints medians after two warm-up
+rounds, the seconds from the start of the process to the end of its first step (compilation in it, not what other contestants
+do meanwhile), and the most memory that the process has had, all of it beside the best of the others; who is absent, and why;
+exit code 1 if losses disagree.
 """
 
 from __future__ import annotations
