@@ -177,6 +177,7 @@ def _onnxsim_loss(model: Any, sizes: dict[str, list[int]], rows: int, classes: i
 
 def inductor(job: dict[str, Any], folder: Path) -> tuple[Step, str]:
     """As `torch`, the module with its loss by torch.compile, and AdamW in its fused form, PyTorch's quickest."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)  # what an earlier run compiled does not count
     return torch(job, folder, compiled=True)
 
 
