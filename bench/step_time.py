@@ -1,12 +1,14 @@
-"""Times one training step beside ONNX Runtime's own training artifacts, PyTorch eager and torch.compile.
+"""Times one training step beside ONNX Runtime's own training artifacts, onnxsim's loop, PyTorch eager and torch.compile.
 
-    python bench/step_time.py FOLDER [NAME ...] [--peer-python PYTHON] [--torch-python PYTHON] [--threads 1] [--rounds 7]
+    python bench/step_time.py FOLDER [NAME ...] [--peers PEERS] [--threads 1] [--rounds 7]
 
-FOLDER holds the models of bench/make_models.py. Each contestant is a process of its own interpreter (bench/step_workers.py)
-with the same weights, batches, threads, float32 and AdamW; they train in turn, one step each, so that whatever else the machine
-does meets all of them. A step is everything: forward, backward, update, the loss in hand; ortc's also has the norm of the
-gradients and the check that it is finite. Prints medians after two warm-up rounds, the seconds from the start of the process to
-the end of its first step (compilation in it), and the most memory that the process has had; exit code 1 if losses disagree.
+FOLDER holds the models of bench/make_models.py, PEERS the environments of bench/make_peers.sh. Each contestant is a process
+of its own interpreter (bench/step_workers.py) with the same weights, batches, threads, float32 and AdamW; they train in turn,
+one step each, so that whatever else the machine does meets all of them. A step is everything: forward, backward, update, the
+loss in hand; ortc's also has the norm of the gradients and the check that it is finite. Prints medians after two warm-up
+rounds, the seconds from the start of the process to the end of its first step (compilation in it, not what other contestants
+do meanwhile), and the most memory that the process has had, all of it beside the best of the others; who is absent, and why;
+exit code 1 if losses disagree.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -98,7 +102,8 @@ class Contestant:
         line = self.process.stdout.readline()
         if not line:
             self.process.wait()
-            raise RuntimeError(f"cannot take part: {(self.log.read_text().strip().splitlines() or ['no reason given'])[-1]}")
+            reason = (self.log.read_text().strip().splitlines() or ["no reason given"])[-1]
+            raise RuntimeError(f"cannot take part: {textwrap.shorten(reason, 200)}")
         return line
 
     def close(self) -> None:
@@ -171,9 +176,23 @@ def report(name: str, contestants: Sequence[Contestant], absent: Sequence[str]) 
         shown = (*shown, f"{c.ready + c.times[0]:.1f}", f"{c.peak / 2**20:.0f}")
         row = (*shown, f"{c.losses[0]:.5f}", f"{apart[0]:.1e}", f"{apart.max():.1e}")
         print(_line(name, c.name, *row) + ("" if fits else "  losses disagree"), flush=True)
+    if others := contestants[1:]:
+        print(f"{name:>10} " + ", ".join(_beside(own, others, *measure) for measure in MEASURES))
     for line in absent:
         print(f"{name:>10} {line}", flush=True)
     return agree
+
+
+MEASURES: list[tuple[str, Callable[[Contestant], float]]] = [
+    ("time of a step", lambda c: median(c.times[WARM_UP:])),
+    ("first step", lambda c: c.ready + c.times[0]),
+    ("memory", lambda c: c.peak),
+]
+
+
+def _beside(own: Contestant, others: Sequence[Contestant], what: str, measure: Callable[[Contestant], float]) -> str:
+    best = min(others, key=measure)
+    return f"{what} {measure(own) / max(measure(best), 1e-9):.2f} of {best.name}'s"
 
 
 def _line(*cells: str) -> str:
@@ -194,20 +213,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", default=list(CASES))
-    parser.add_argument("--peer-python", help="an interpreter with onnxruntime-training-cpu, PyTorch and onnx")
-    parser.add_argument("--torch-python", help="an interpreter with PyTorch, onnx and transformers")
+    parser.add_argument("--peers", type=Path, help="the folder of bench/make_peers.sh")
+    for who in ("artifacts", "onnxsim", "torch"):
+        parser.add_argument(f"--{who}-python", metavar="PYTHON", help=f"the interpreter of {who}, else the one in PEERS")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    torch = args.torch_python
-    pythons = {"ortc": sys.executable, "artifacts": args.peer_python, "torch": torch, "inductor": torch}
-    for who in (who for who, python in pythons.items() if not python):
-        print(f"{who} is missing: no interpreter was given")
+    pythons = {"ortc": sys.executable}
+    for who, environment in {"artifacts": "artifacts", "onnxsim": "onnxsim", "torch": "torch", "inductor": "torch"}.items():
+        given = getattr(args, f"{environment}_python") or (args.peers and str(args.peers / environment / "bin" / "python"))
+        if given and shutil.which(given):
+            pythons[who] = given
+        else:
+            print(f"{who} is absent: " + (f"there is no {given}" if given else "no interpreter was given (--peers)"))
     print(f"{processor()}; {args.threads} threads; {args.rounds} rounds after {WARM_UP}")
     print(_line("model", "who", "median ms", "least ms", "ortc / it", "first s", "MiB", "loss", "apart", "at most"))
     agree, versions = True, {}
     for name in args.names:
-        contestants, absent = compete(name, {w: p for w, p in pythons.items() if p}, args.folder, args.threads, args.rounds)
+        contestants, absent = compete(name, pythons, args.folder, args.threads, args.rounds)
         agree &= report(name, contestants, absent)
         versions |= {c.name: c.version for c in contestants}
     for who, what in versions.items():

@@ -1,4 +1,6 @@
-"""Who trains in step_time.py: ortc, ONNX Runtime's own training artifacts, PyTorch eager and compiled. Each in its interpreter.
+"""Who trains in step_time.py: ortc, ONNX Runtime's own training artifacts, onnxsim, PyTorch eager and compiled.
+
+Each runs in an interpreter of its own.
 
     python step_workers.py NAME JOB.json
 
@@ -85,8 +87,97 @@ def artifacts(job: dict[str, Any], folder: Path) -> tuple[Step, str]:
     return step, f"onnxruntime.training.artifacts, onnxruntime {_runtime()}"
 
 
+def onnxsim(job: dict[str, Any], folder: Path) -> tuple[Step, str]:
+    """onnxsim.compile_training_loop on the model as `_onnxsim_loss` writes it.
+
+    Its Adam is PyTorch's with the same factors (they are constants there), without the decay of the weights, which it has not.
+    """
+    import onnx
+    import onnxruntime
+    import onnxsim
+
+    class Options(onnxruntime.SessionOptions):  # it asks for nothing about threads
+        def __init__(self) -> None:
+            super().__init__()
+            self.intra_op_num_threads = job["threads"]
+
+    onnxruntime.SessionOptions = Options
+    with np.load(job["batches"]) as archive:
+        sizes = {name: list(archive[f"input.{name}"].shape[1:]) for name in job["inputs"]}
+        rows = int(np.prod(archive["labels"].shape[1:]))
+    model = _onnxsim_loss(onnx.load(job["model"]), sizes, rows, job["classes"], job["trained"])
+    loop = onnxsim.compile_training_loop(model, "loss", job["trained"], optimizer="adam")
+    _ = loop.step_graph  # compiled now, so that what it refuses is told before anybody trains
+
+    def step(x: list[np.ndarray], labels: np.ndarray) -> float:
+        shares = np.zeros((rows, job["classes"]), np.float32)
+        shares[np.arange(rows), labels.reshape(-1)] = -1 / rows
+        return loop({**dict(zip(job["inputs"], x, strict=True)), "labels": shares}, job["lr"])
+
+    return step, f"onnxsim {onnxsim.__version__} compile_training_loop (Adam without decay), onnxruntime {_runtime()}"
+
+
+def _onnxsim_loss(model: Any, sizes: dict[str, list[int]], rows: int, classes: int, trained: list[str]) -> Any:
+    """The model with numbers for all sizes, a loss, and only what onnxsim differentiates where that can be said otherwise.
+
+    A Flatten is written as a Reshape, a cube as products, an embedding is read by one row of indices; the loss is the sum of
+    log(softmax) times `labels`: float32[rows, classes], -1 / rows where the label is and 0 elsewhere.
+    """
+    import onnx
+    import onnxsim
+
+    make, port = onnx.helper.make_node, onnx.helper.make_tensor_value_info
+    weights = [i for i in model.graph.initializer if i.name in trained]
+    for weight in weights:  # inputs, so that simplifying merges none and folds nothing into them
+        model.graph.initializer.remove(weight)
+        model.graph.input.append(port(weight.name, weight.data_type, weight.dims))
+    model = onnx.shape_inference.infer_shapes(onnxsim.simplify(model, overwrite_input_shapes=sizes)[0])
+    graph = model.graph
+    shapes = {
+        v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in (*graph.value_info, *graph.input, *graph.output)
+    }
+    shapes |= {i.name: list(i.dims) for i in graph.initializer}
+    for old in [i for i in graph.input if i.name in trained]:
+        graph.input.remove(old)
+    graph.initializer.extend(weights)
+
+    def reshape(value: str, made: str, shape: list[int]) -> Any:
+        graph.initializer.append(onnx.numpy_helper.from_array(np.array(shape, np.int64), f"{made}/shape"))
+        return make("Reshape", [value, f"{made}/shape"], [made])
+
+    nodes, constants = [], {i.name: onnx.numpy_helper.to_array(i) for i in graph.initializer if not i.dims}
+    for node in graph.node:
+        made = node.output[0]
+        if node.op_type == "Constant":
+            constants[made] = onnx.numpy_helper.to_array(node.attribute[0].t)
+            graph.initializer.append(onnx.numpy_helper.from_array(constants[made], made))
+        elif node.op_type == "Pow" and constants.get(node.input[1]) == 3:
+            nodes.append(make("Mul", [node.input[0], node.input[0]], [f"{made}/square"]))
+            nodes.append(make("Mul", [f"{made}/square", node.input[0]], [made]))
+        elif node.op_type == "Flatten":
+            nodes.append(reshape(node.input[0], made, shapes[made]))
+        elif node.op_type == "Gather" and node.input[0] in trained and len(shapes.get(node.input[1], ())) > 1:
+            nodes.append(reshape(node.input[1], f"{made}/indices", [-1]))
+            nodes.append(make("Gather", [node.input[0], f"{made}/indices"], [f"{made}/rows"]))
+            nodes.append(reshape(f"{made}/rows", made, shapes[made]))
+        else:
+            nodes.append(node)
+    loss = [
+        reshape(graph.output[0].name, "bench/rows", [rows, classes]),
+        make("Softmax", ["bench/rows"], ["bench/probabilities"], axis=-1),
+        make("Log", ["bench/probabilities"], ["bench/log"]),
+        make("Mul", ["bench/log", "labels"], ["bench/parts"]),
+        make("ReduceSum", ["bench/parts"], ["loss"], keepdims=0),
+    ]
+    ports = [*graph.input, port("labels", onnx.TensorProto.FLOAT, [rows, classes])]
+    result = port("loss", onnx.TensorProto.FLOAT, [])
+    made = onnx.helper.make_graph([*nodes, *loss], graph.name, ports, [result], list(graph.initializer))
+    return onnx.helper.make_model(made, opset_imports=model.opset_import, ir_version=model.ir_version)
+
+
 def inductor(job: dict[str, Any], folder: Path) -> tuple[Step, str]:
-    """As `torch`, the module and its loss by torch.compile; the optimizer's own update is left as it is, foreach."""
+    """As `torch`, the module with its loss by torch.compile, and AdamW in its fused form, PyTorch's quickest."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)  # what an earlier run compiled does not count
     return torch(job, folder, compiled=True)
 
 
@@ -105,7 +196,12 @@ def torch(job: dict[str, Any], folder: Path, *, compiled: bool = False) -> tuple
     adamw = job["adamw"]
     betas = adamw["beta1"], adamw["beta2"]
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=job["lr"], betas=betas, eps=adamw["epsilon"], weight_decay=adamw["weight_decay"]
+        model.parameters(),
+        lr=job["lr"],
+        betas=betas,
+        eps=adamw["epsilon"],
+        weight_decay=adamw["weight_decay"],
+        fused=compiled or None,
     )
 
     def loss_of(labels: torch.Tensor, *x: torch.Tensor) -> torch.Tensor:
@@ -120,7 +216,7 @@ def torch(job: dict[str, Any], folder: Path, *, compiled: bool = False) -> tuple
         optimizer.step()
         return loss.item()
 
-    return step, f"PyTorch {torch.__version__} {'by torch.compile' if compiled else 'eager'}"
+    return step, f"PyTorch {torch.__version__} {'by torch.compile, fused AdamW' if compiled else 'eager'}"
 
 
 def _runtime() -> str:
@@ -135,7 +231,7 @@ def _peak() -> int:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
 
 
-WORKERS = {f.__name__: f for f in (ortc, artifacts, torch, inductor)}
+WORKERS = {f.__name__: f for f in (ortc, artifacts, onnxsim, torch, inductor)}
 
 
 def main(name: str, job_file: str) -> None:

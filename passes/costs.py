@@ -257,6 +257,13 @@ def _conv(node: ir.Node, inputs: Sequence[Sizes], outputs: Sequence[Sizes]) -> f
     return 2 * y * math.prod(inputs[1][1:]) + _bias(inputs, y)
 
 
+@_flops("com.microsoft::ConvGrad")
+def _conv_grad(node: ir.Node, inputs: Sequence[Sizes], outputs: Sequence[Sizes]) -> float:
+    """2·|dY|·(C/group)·kernel for each of dX and dW, and |dY| for dB; W is the third input, [M, C/group, kernel…]"""
+    made = [bool(v.name) for v in node.outputs]
+    return math.prod(inputs[0]) * (2 * math.prod(inputs[2][1:]) * sum(made[:2]) + sum(made[2:]))
+
+
 @_flops("DeformConv", "com.microsoft::NhwcConv")
 def _conv_without_bias(node: ir.Node, inputs: Sequence[Sizes], outputs: Sequence[Sizes]) -> float:
     """2·|Y|·(C/group)·kernel"""
