@@ -60,6 +60,16 @@ Renames = Annotated[
         "--rename", metavar="OLD=NEW", help="names, with * for what stays, e.g. 'module.*=*'; the first that fits wins"
     ),
 ]
+DataRenames = Annotated[
+    list[str] | None, typer.Option("--rename", metavar="DATA=INPUT", help="an array of the data is this input")
+]
+Providers = Annotated[
+    list[str] | None,
+    typer.Option("--ep", metavar="NAME[:k=v,…]", help="execution providers, the first preferred: cuda,cpu; default: cpu"),
+]
+SessionOptions = Annotated[
+    list[str] | None, typer.Option("--session-option", metavar="KEY=VALUE", help="an option of ONNX Runtime's sessions")
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="threads of each session; default: all cores, which ranks share")]
 Force = Annotated[bool, typer.Option("--force", help="replace what is there")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="print errors only")]
@@ -315,16 +325,9 @@ def run(
         list[str] | None, typer.Option("--fetch", metavar="NAME", help="write this value of the training graph, DIR/fetched/")
     ] = None,
     fetch_every: Annotated[int, typer.Option(min=1, help="steps between fetches")] = 1,
-    rename: Annotated[
-        list[str] | None, typer.Option("--rename", metavar="DATA=INPUT", help="an array of the data is this input")
-    ] = None,
-    ep: Annotated[
-        list[str] | None,
-        typer.Option("--ep", metavar="NAME[:k=v,…]", help="execution providers, the first preferred: cuda,cpu; default: cpu"),
-    ] = None,
-    session_option: Annotated[
-        list[str] | None, typer.Option("--session-option", metavar="KEY=VALUE", help="an option of ONNX Runtime's sessions")
-    ] = None,
+    rename: DataRenames = None,
+    ep: Providers = None,
+    session_option: SessionOptions = None,
     ort_profile: Annotated[
         Path | None,
         typer.Option(metavar="FILE.json", help="write ONNX Runtime's own traces, as one for Perfetto"),
@@ -351,6 +354,34 @@ def run(
         ort_profile=ort_profile, log_every=log_every, quiet=quiet, json=json,
     )  # fmt: skip
     raise typer.Exit(code)
+
+
+@app.command()
+def predict(
+    folder: Folder,
+    data: Annotated[str, typer.Option(help="as for `ortc run`, without targets; the samples come in their stored order")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE.npz", help="an array for each output of the model")],
+    restore: Annotated[str, typer.Option(metavar="latest|best|PATH|none", help="whose weights")] = "latest",
+    only: Annotated[list[str] | None, typer.Option("--only", metavar="NAME", help="write this output of the model")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="the weights themselves, not their moving average (--ema)")] = False,
+    batch_size: Annotated[int, typer.Option(min=1)] = 32,
+    rename: DataRenames = None,
+    threads: Threads = None,
+    ep: Providers = None,
+    session_option: SessionOptions = None,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write the model's outputs for data without targets, with the trained weights."""
+    from ortc.runtime.predict import predict
+
+    names = dict(_named(text, "--rename") for text in rename or ())
+    result = predict(
+        folder, output, data=data, batch_size=batch_size, restore=restore, raw=raw, outputs=only or None, rename=names,
+        threads=threads, providers=ep or (), session_options=session_option or (), force=force,
+    )  # fmt: skip
+    if result is not None and not quiet:
+        print(result)
 
 
 @app.command("import-weights")

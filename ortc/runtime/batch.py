@@ -65,13 +65,14 @@ class BatchCheck:
     Args:
         ports: the inputs with role data or label, of all phases; equal keys describe the same array.
         losses: the plan's losses, for the range of class indices.
+        known: other arrays that data may well hold.
     """
 
-    def __init__(self, ports: Iterable[Port], losses: Sequence[LossInfo]) -> None:
+    def __init__(self, ports: Iterable[Port], losses: Sequence[LossInfo], known: Iterable[str] = ()) -> None:
         ports = sorted(ports, key=lambda p: p.role != "data")  # sizes are those of the data; labels follow
         self.ports = {key(p): p for p in ports}
         self.losses = [loss for loss in losses if loss.labels and loss.classes]
-        self._ignored: set[str] = set()
+        self._ignored: set[str] = set(known)
 
     def fit(self, batch: Mapping[str, np.ndarray]) -> Batch:
         """The arrays of the inputs, in the types and the memory layout that the graphs want.

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -151,7 +151,7 @@ def _renamed(arrays: Mapping[str, np.ndarray], names: Mapping[str, str], source:
 _T = TypeVar("_T")
 
 
-def prefetched(items: Iterator[_T], ahead: int = 2) -> Iterator[_T]:
+def prefetched(items: Iterator[_T], ahead: int = 2) -> Generator[_T, None, None]:
     """The same items, made in a thread that is up to ``ahead`` of them in advance; what it raises comes in its place."""
     ready: queue.Queue[tuple[bool, Any]] = queue.Queue(ahead)
     stop = threading.Event()

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 MODEL_GRAPH = 7
-_GRAPH_NODE, _GRAPH_OUTPUT = 1, 12
-_NODE_OUTPUT, _NODE_NAME, _NODE_OP_TYPE = 2, 3, 4
-_VALUE_NAME = 1
+_GRAPH_NODE, _GRAPH_INITIALIZER, _GRAPH_INPUT, _GRAPH_OUTPUT = 1, 5, 11, 12
+_NODE_INPUT, _NODE_OUTPUT, _NODE_NAME, _NODE_OP_TYPE, _NODE_ATTRIBUTE = 1, 2, 3, 4, 5
+_ATTRIBUTE_GRAPH, _ATTRIBUTE_GRAPHS = 6, 11
+_VALUE_NAME, _TENSOR_NAME = 1, 8
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,70 @@ def with_outputs(model: bytes, names: Iterable[str]) -> bytes:
     return model + b"".join(
         bytes_field(MODEL_GRAPH, bytes_field(_GRAPH_OUTPUT, bytes_field(_VALUE_NAME, name.encode()))) for name in names
     )
+
+
+def cut_at(model: bytes, names: Iterable[str]) -> tuple[bytes, list[str]]:
+    """The part of a model that makes some values of its outermost graph, and nothing else.
+
+    Args:
+        model: an ONNX file.
+        names: values that become its outputs, in this order. One of several outputs of the file keeps its type.
+
+    Returns:
+        The smaller model, and the names of the inputs that are left, in their order.
+    """
+    wanted = list(dict.fromkeys(names))
+    nodes = [node for graph in _messages(memoryview(model), MODEL_GRAPH) for node in _messages(graph, _GRAPH_NODE)]
+    needed, kept = set(wanted), set()
+    for i in reversed(range(len(nodes))):  # in order: what a node reads is made before it
+        if needed.intersection(_texts(nodes[i], _NODE_OUTPUT)):
+            kept.add(i)
+            needed.update(_read(nodes[i]))
+    head, body, ends, inputs = [], [], {}, []
+    at = 0
+    for number, value in _fields(memoryview(model)):
+        if number != MODEL_GRAPH or isinstance(value, int):
+            head.append(_field(number, value))
+            continue
+        for part, message in _fields(value):
+            if part == _GRAPH_NODE:
+                at += 1
+                keep = at - 1 in kept
+            elif part in (_GRAPH_INITIALIZER, _GRAPH_INPUT, _GRAPH_OUTPUT):
+                assert isinstance(message, memoryview)
+                [name] = _texts(message, _TENSOR_NAME if part == _GRAPH_INITIALIZER else _VALUE_NAME)
+                keep = name in needed and part != _GRAPH_OUTPUT
+                if keep and part == _GRAPH_INPUT:
+                    inputs.append(name)
+                if part == _GRAPH_OUTPUT:
+                    ends[name] = _field(part, message)
+            else:
+                keep = True
+            if keep:
+                body.append(_field(part, message))
+    body += [ends.get(name) or bytes_field(_GRAPH_OUTPUT, bytes_field(_VALUE_NAME, name.encode())) for name in wanted]
+    return b"".join([*head, bytes_field(MODEL_GRAPH, b"".join(body))]), inputs
+
+
+def _read(node: memoryview) -> Iterator[str]:
+    """The values that a node reads, also in its nested graphs: those of their own among them."""
+    yield from _texts(node, _NODE_INPUT)
+    for attribute in _messages(node, _NODE_ATTRIBUTE):
+        for number in (_ATTRIBUTE_GRAPH, _ATTRIBUTE_GRAPHS):
+            for graph in _messages(attribute, number):
+                for inner in _messages(graph, _GRAPH_NODE):
+                    yield from _read(inner)
+                for output in _messages(graph, _GRAPH_OUTPUT):
+                    yield from _texts(output, _VALUE_NAME)
+
+
+def _texts(message: memoryview, number: int) -> list[str]:
+    return [str(value, "utf-8") for value in _messages(message, number)]
+
+
+def _field(number: int, value: memoryview | int) -> bytes:
+    """A field as it was read, of a message that has no numbers of a fixed size."""
+    return varint(number << 3) + varint(value) if isinstance(value, int) else bytes_field(number, bytes(value))
 
 
 def bytes_field(number: int, value: bytes) -> bytes:

@@ -23,7 +23,7 @@ from ortc.plan import AVERAGE, GraphFile, ParameterInfo, Plan, Port, Session
 from ortc.plan import Stage as StagePlan
 from ortc.runtime.batch import ALIGNMENT, Batch, aligned_zeros, key, numpy_type
 from ortc.runtime.engine import Engine, Trace, end_trace
-from ortc.runtime.onnx_file import Node, nodes_of, with_outputs
+from ortc.runtime.onnx_file import Node, cut_at, nodes_of, with_outputs
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -122,6 +122,7 @@ class Phase:
         folder, graph: the output folder, and its graph.
         target, session, threads, engine: as for :func:`open_session`.
         fetch: values of the graph that are outputs too, in each run.
+        part: the graph's inputs and outputs are a part of the file's: of the file run what makes those outputs.
 
     Attributes:
         bound: the arrays that outputs are written to, by the outputs' names.
@@ -136,9 +137,12 @@ class Phase:
         threads: int | None,
         engine: Engine = DEFAULT_ENGINE,
         fetch: Sequence[str] = (),
+        part: bool = False,
     ) -> None:
         self.graph = graph
         model = with_outputs(read_graph(folder, graph), fetch)
+        if part:
+            model, _ = cut_at(model, [p.name for p in graph.outputs])
         self.session = open_session(model, str(folder / graph.file), target, session, threads, engine)
         self.binding = self.session.io_binding()
         self.loose = [p for p in graph.inputs if p.role in LOOSE]
@@ -257,6 +261,7 @@ LOOSE = frozenset({"data", "label", "output", "boundary", "boundary_gradient", "
 
 BACKWARD = ("backward", "backward_input", "backward_weight")
 TRAINING = ("train", "forward", *BACKWARD)
+PREDICT = "predict"  # no phase of the plan: a part of its evaluation
 
 
 @dataclass
@@ -288,6 +293,7 @@ class Stage:
         trained, reduced: the memory of the trained values and of their gradients.
         input_gradients: of data inputs, by name and micro-batch.
         loss: summed over the micro-batches; 0 but on the last stage.
+        predicting: what of the evaluation a prediction runs; None: nothing.
         fetch: names of values that each step keeps in ``fetched``, by name and micro-batch.
         buffers: the buffers as the micro-batches have changed them; :meth:`update` makes them the values.
         most_bytes: the most bytes of the stage's own tensors at once since it was set to 0, static ones too; None: not counted.
@@ -303,6 +309,7 @@ class Stage:
         engine: Engine = DEFAULT_ENGINE,
     ) -> None:
         self.folder, self.plan, self.stage, self.threads, self.engine = folder, plan, stage, threads, engine
+        self.predicting: GraphFile | None = None
         self.fetch: frozenset[str] = frozenset()
         self.fetched: dict[str, dict[int, np.ndarray]] = {}
         infos = {p.name: p for p in plan.parameters}
@@ -464,6 +471,21 @@ class Stage:
         outputs = {key(p): v.numpy() for p, v in made if p.role != "boundary"}
         return float(self._losses.get("eval", 0.0)), outputs, {key(p): v for p, v in made if p.role == "boundary"}
 
+    def predict(self, part: Part, arrived: Mapping[str, Feed]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """The model's outputs, and values for other stages, that ``predicting`` has."""
+        if self.predicting is None:
+            return {}, {}
+        made = self._run(PREDICT, part, arrived, {})
+        outputs = {key(p): v.numpy() for p, v in made if p.role != "boundary"}
+        return outputs, {key(p): v for p, v in made if p.role == "boundary"}
+
+    def prepare_prediction(self, graph: GraphFile | None) -> None:
+        """Predict with this part of the evaluation from now on."""
+        if graph != self.predicting:
+            self._phases.pop(PREDICT, None)
+            self._scalars.pop(PREDICT, None)
+        self.predicting = graph
+
     def fetchable(self) -> list[str]:
         """The values that training computes on this stage, by name, in order."""
         graphs = [self.stage.phases[name] for name in TRAINING if name in self.stage.phases]
@@ -534,16 +556,16 @@ class Stage:
     def _phase(self, name: str) -> Phase:
         """A phase, opened and bound when it is first needed."""
         if name not in self._phases:
-            if name not in self.stage.phases:
+            graph = self.predicting if name == PREDICT else self.stage.phases.get(name)
+            if graph is None:
                 raise OrtcError(f"{self.folder} has no {name} phase")
-            graph = self.stage.phases[name]
             fetch: list[str] = []
             if self.fetch and name in TRAINING:
                 outputs = {p.name for p in graph.outputs}
                 made = (v for node in nodes_of(read_graph(self.folder, graph)) for v in node.outputs)
                 fetch = [v for v in made if v in self.fetch and v not in outputs]
             session = self.plan.sessions.training if name in TRAINING else self.plan.sessions.others
-            phase = Phase(self.folder, graph, self.plan.target, session, self.threads, self.engine, fetch)
+            phase = Phase(self.folder, graph, self.plan.target, session, self.threads, self.engine, fetch, name == PREDICT)
             self._bind(name, phase)
             self._phases[name] = phase
         return self._phases[name]
@@ -585,7 +607,7 @@ class Stage:
     def _set_scalars(self, phase: str, **values: float) -> None:
         for name, array in self._scalars[phase].items():
             if name not in values:
-                raise PlanError(f"{self.stage.phases[phase].file} wants the scalar {name!r}, which this runtime does not know")
+                raise PlanError(f"{self._phase(phase).graph.file} wants the scalar {name!r}, which this runtime does not know")
             array[...] = values[name]
 
 

@@ -24,6 +24,7 @@ from ortc.runtime.engine import Engine, Trace
 from ortc.runtime.export import export_model, exported_loss
 from ortc.runtime.lock import lock_folder
 from ortc.runtime.lr import learning_rate
+from ortc.runtime.outputs import graphs_of, model_outputs
 from ortc.runtime.parts import parts_of, read_whole, share_of
 from ortc.runtime.profile import Profile, Recorder, make_profile
 from ortc.runtime.scaling import Scaling
@@ -121,6 +122,7 @@ class Trainer:
         self._updates = any(p.role == "parameter" for p in made)
         ports = [p for s in self.plan.stages for phase in ("train", "forward", "eval") for p in _inputs(s, phase)]
         self.inputs = BatchCheck([p for p in ports if p.role in ("data", "label")], self.plan.losses)
+        self._prediction: tuple[list[str], BatchCheck] | None = None
         self._fetch = list(dict.fromkeys(fetch))
         self._team = Team(self.folder, self.plan, threads, engine or DEFAULT_ENGINE, timeout)
         try:
@@ -348,6 +350,46 @@ class Trainer:
         found = self._team.each(lambda w: w.evaluate(part))
         outputs = {name: a for _, made in found for name, a in made.items()}
         return Evaluation(found[0][0], outputs, self.inputs.samples(part.batch))
+
+    def prediction_inputs(self, outputs: Sequence[str] | None = None) -> BatchCheck:
+        """The inputs that some outputs of the model need, and no others; :meth:`predict` makes those outputs from now on.
+
+        Args:
+            outputs: their names; None for all, but for what the model itself calls its loss.
+
+        Raises:
+            OrtcError: the model has no such output.
+        """
+        names = model_outputs(self.plan) if outputs is None else list(dict.fromkeys(outputs))
+        if self._prediction is None or self._prediction[0] != names:
+            graphs = graphs_of(self.plan, self.folder, names)
+            ports = [p for graph in graphs.values() for p in graph.inputs if p.role in ("data", "label")]
+            self._team.each(lambda w: w.prepare_prediction(graphs))
+            self._prediction = names, BatchCheck(ports, (), known=self.inputs.ports)
+        return self._prediction[1]
+
+    def predict(self, batch: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        """The model's outputs of one batch in inference form, with the present weights; no targets are needed.
+
+        Of weights that have a moving average (``--ema``) that takes part within :meth:`averaged`.
+
+        Args:
+            batch: arrays by the names of the model's inputs, [samples, …]. Those that no output needs may be missing.
+            outputs: which outputs, by name; None: as before, at first all but for what the model itself calls its loss.
+
+        Returns:
+            The outputs by name, as the model gives them, usually [samples, …]. Under MPI on rank 0; elsewhere nothing.
+
+        Raises:
+            DataError: the batch does not fit.
+            OrtcError: the model has no such output.
+        """
+        self._check_intact()
+        names = outputs if outputs is not None or self._prediction is None else self._prediction[0]
+        part = Part(0, self.prediction_inputs(names).fit(batch), {})
+        assert self._prediction is not None
+        made = self._team.each(lambda w: w.predict(part))[0]
+        return {name: made[name] for name in self._prediction[0] if name in made}
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:

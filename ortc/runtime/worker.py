@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ortc.errors import OrtcError, PlanError, RecipeError
-from ortc.plan import Plan
+from ortc.plan import GraphFile, Plan
 from ortc.runtime.batch import key
 from ortc.runtime.engine import Engine, Trace
 from ortc.runtime.schedule import Action, Schedule, make_schedule, with_transfers
@@ -120,6 +120,7 @@ class Worker:
         here = [s for s in plan.stages if self.rank_of[s.index] == self.rank]
         self.stages = {s.index: Stage(folder, plan, s, threads, self.replica, engine) for s in here}
         self.recorder: Recorder | None = None
+        self._predicted: dict[tuple[int, int], list[str]] = {}  # (from, to) -> names of values that a prediction sends
         self._rows: dict[int, tuple[Action, ...]] = {}
         self._inbox: dict[tuple[str, int, int, str, int], Feed] = {}
         self._outbox: dict[tuple[str, int, int, int], list[Any]] = {}
@@ -186,22 +187,66 @@ class Worker:
     def evaluate(self, part: Part) -> tuple[float, dict[str, np.ndarray]]:
         """The loss of a batch in inference form, and the model's outputs that this rank makes."""
         loss, outputs = np.zeros(1), {}
+
+        def run(stage: Stage, arrived: Mapping[str, Feed]) -> dict[str, Any]:
+            own_loss, own_outputs, leaving = stage.evaluate(part, arrived)
+            loss[0] += own_loss
+            outputs.update(own_outputs)
+            return leaving
+
+        self._through(part, self.routes.evaluation, run)
+        self.pipe.all_reduce(loss)
+        return float(loss[0]), outputs
+
+    def prepare_prediction(self, graphs: Mapping[int, GraphFile]) -> None:
+        """Predict with these parts of the evaluation, by stage, from now on."""
+        self._predicted = {}
+        for index, graph in graphs.items():
+            for port in graph.outputs:
+                for to in (port.stages or ()) if port.role == "boundary" else ():
+                    self._predicted.setdefault((index, to), []).append(key(port))
+        for index, stage in self.stages.items():
+            stage.prepare_prediction(graphs.get(index))
+
+    def predict(self, part: Part) -> dict[str, np.ndarray]:
+        """On rank 0 the model's outputs of a batch, as prepared; all ranks call this together, and the first replica works."""
+        if self.replica:
+            return {}
+        outputs: dict[str, np.ndarray] = {}
+
+        def run(stage: Stage, arrived: Mapping[str, Feed]) -> dict[str, Any]:
+            own_outputs, leaving = stage.predict(part, arrived)
+            outputs.update(own_outputs)
+            return leaving
+
+        self._through(part, self._predicted, run)
+        told = self.pipe.gather_object(list(outputs))
+        if told is None:
+            for array in outputs.values():
+                self.pipe.send(array, 0, 0).wait()
+            return {}
+        others = [(rank, name) for rank, names in enumerate(told) if rank for name in names]
+        return {**outputs, **{name: self.pipe.receive(rank, 0) for rank, name in others}}
+
+    def _through(
+        self,
+        part: Part,
+        routes: Mapping[tuple[int, int], Sequence[str]],
+        run: Callable[[Stage, Mapping[str, Feed]], Mapping[str, Any]],
+    ) -> None:
+        """Run each stage once, forward, with what others send it; it returns what goes on to others."""
         for index, stage in self.stages.items():
             arrived: dict[str, Feed] = {}
-            for (source, to), names in self.routes.evaluation.items():
+            for (source, to), names in routes.items():
                 if to == index:
                     arrived.update(self._take("F", source, index, part.index, names))
-            own_loss, own_outputs, leaving = stage.evaluate(part, arrived)
-            loss += own_loss
-            outputs.update(own_outputs)
-            for (source, to), names in self.routes.evaluation.items():
+            leaving = run(stage, arrived)
+            for (source, to), names in routes.items():
                 if source == index:
                     self._give("F", index, to, part.index, {n: leaving[n] for n in names})
                     self._send("F", index, to, part.index)
             self._give_back(index, part.index)
         self._wait()
-        self.pipe.all_reduce(loss)
-        return float(loss[0]), outputs
 
     # What this rank answers for: of what several stages hold, the first of them
 

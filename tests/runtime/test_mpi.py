@@ -171,6 +171,23 @@ def test_what_a_run_finds_out_is_the_same(data: Path, tmp_path: Path):
     assert phases == {"rank 3", *(f"stage 1 {phase}" for phase in ("forward", "backward", "optimizer.1", "eval"))}
 
 
+def test_predictions_are_gathered(data: Path, tmp_path: Path):
+    """Outputs of the first and the last stage, over two replicas, for data without targets."""
+    pipeline = {"stages": 2, "micro_batches": 2, "replicas": 2}
+    folder = compiled(tmp_path / "s", pipeline)
+    trained(0, folder, data, "--steps", 2, "--batch-size", 8)
+    arrays = np.load(data)
+    np.savez(tmp_path / "unlabelled.npz", **{name: arrays[name] for name in ("input_ids", "attention_mask")})
+    for name, size in (("threads", 0), ("processes", 4)):
+        line = [ORTC, "predict", folder, "--data", tmp_path / "unlabelled.npz", "-o", tmp_path / f"{name}.npz", "--threads", 1]
+        code, out, err = finished(start(*([MPIEXEC, "-n", size] if size else []), *line))
+        assert (code, err) == (0, "")
+        assert re.fullmatch(r"\S+: 44 samples, logits float32\[44,7,64\]; weights of \S+/step-2\n", out)
+    a, b = np.load(tmp_path / "threads.npz"), np.load(tmp_path / "processes.npz")
+    assert a["logits"].tobytes() == b["logits"].tobytes()
+    assert np.isfinite(a["logits"]).all()
+
+
 def test_more_ranks_than_the_plan_has_are_replicas(data: Path, tmp_path: Path):
     options = ("--steps", 3, "--batch-size", 8)
     trained(4, compiled(tmp_path / "two", {"stages": 2, "micro_batches": 2}), data, *options)
