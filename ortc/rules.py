@@ -26,7 +26,7 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -304,6 +304,7 @@ class Declared:
     name: str
     function: Callable[..., Any]
     elementwise: bool = False
+    kernels: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -344,6 +345,22 @@ def optimizer(name: str, *, elementwise: bool = False) -> Callable[[F], F]:
 
     def declare(function: F) -> F:
         OPTIMIZERS[name] = Declared(name, function, elementwise)
+        return function
+
+    return declare
+
+
+def optimizer_kernel(name: str, operator: str) -> Callable[[F], F]:
+    """Declare how an operator makes the update of a declared optimizer, for the targets whose table ``[kernels]`` has it.
+
+    Args:
+        name: the optimizer.
+        operator: ``domain::name``.
+    """
+
+    def declare(function: F) -> F:
+        declared = OPTIMIZERS[name]
+        OPTIMIZERS[name] = replace(declared, kernels={**declared.kernels, operator: function})
         return function
 
     return declare

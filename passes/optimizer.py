@@ -29,7 +29,7 @@ from ortc.compiler import INITIAL, Compilation, Pass, new_graph, of, role, set_r
 from ortc.errors import RecipeError
 from ortc.graph.builder import Builder
 from ortc.plan import AVERAGE, ParameterInfo
-from ortc.rules import OPTIMIZERS, Declared, optimizer
+from ortc.rules import OPTIMIZERS, Declared, op_key, optimizer, optimizer_kernel
 
 _DOUBLE = int(ir.DataType.DOUBLE)
 
@@ -87,6 +87,33 @@ def _adam_step(op, p, g, state, t, beta1, beta2, epsilon, amsgrad):
         size = t.number(t.lr / (1.0 - op.Pow(op.const(beta1, like=t.step), t.step)), p)
         correction = t.number(1.0 / op.Sqrt(1.0 - op.Pow(op.const(beta2, like=t.step), t.step)), p)
     return size * (m / (op.Sqrt(v) * correction + epsilon))
+
+
+@optimizer_kernel("adam", "com.microsoft::AdamOptimizer")
+def adam_kernel(op, p, g, state, t, *, weight_decay, beta1, beta2, epsilon, amsgrad):
+    if amsgrad:
+        return None
+    p, g = _decay(p, g, t, weight_decay, decoupled=False)
+    return _adam_kernel(op, p, g, state, t, 0.0, beta1, beta2, epsilon)
+
+
+@optimizer_kernel("adamw", "com.microsoft::AdamOptimizer")
+def adamw_kernel(op, p, g, state, t, *, weight_decay, beta1, beta2, epsilon, amsgrad):
+    return None if amsgrad else _adam_kernel(op, p, g, state, t, weight_decay, beta1, beta2, epsilon)
+
+
+def _adam_kernel(op, p, g, state, t, weight_decay, beta1, beta2, epsilon):
+    """What adamw and _adam_step say, in one pass over memory; the numbers 1 - β are float32's there"""
+    m, v = state("exp_avg"), state("exp_avg_sq")
+    _, m, v, p = op.AdamOptimizer(
+        t.number(t.lr, p), t.own_count(), p, g, m, v, _domain="com.microsoft",
+        _outputs=[ir.Value(type=x.type, shape=x.shape) for x in (t.count, m, v, p)],
+        alpha=beta1, beta=beta2, epsilon=epsilon, do_bias_correction=1,
+        weight_decay_mode=0, **{"lambda": weight_decay},
+    )  # fmt: skip
+    state.update("exp_avg", m)
+    state.update("exp_avg_sq", v)
+    return p
 
 
 @optimizer("lamb")
@@ -217,6 +244,7 @@ class Scalars:
     op: Builder
     step: ir.Value
     lr: ir.Value
+    count: ir.Value | None = None  # the step as it came, in int64
     gradient_scale: ir.Value | None = None  # what clipping leaves of all gradients
     exact_lr: ir.Value | None = None  # the learning rate before it was cast
 
@@ -226,6 +254,10 @@ class Scalars:
             return self.exact_lr
         with self.shared():
             return self.op.cast(scalar, like)
+
+    def own_count(self) -> ir.Value:
+        """The step for one node that writes over it. ONNX Runtime merges equal nodes, so each has another bound below."""
+        return self.op.Max(self.count, -len(self.op.graph))
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -374,26 +406,36 @@ def state_slots(c: Compilation) -> float:
     declared, states, elements = checked_optimizer(c), 0.0, 0
     trained = [info for info in c.parameters if info.trainable]
     for shape, count in Counter(tuple(info.shape) for info in trained).items():
-        states += count * _states_of(c, declared, trained[0], shape)
+        states += count * sum(_bytes(v) for v in _aside(c, declared, trained[0], shape) if role(v) == "state") / 4
         elements += count * math.prod(shape)
     slots = states / max(elements, 1)
     return slots / c.recipe.pipeline.replicas if c.recipe.pipeline.zero else slots
 
 
-def _states_of(c: Compilation, declared: Declared, info: ParameterInfo, shape: tuple[int, ...]) -> float:
-    """How many float32 numbers of state a parameter of the shape has, found by building its update aside."""
+def _aside(c: Compilation, declared: Declared, info: ParameterInfo, shape: tuple[int, ...]) -> list[ir.Value]:
+    """What the update of a parameter of this shape gives, built in a graph of its own."""
     op = Builder(new_graph("aside", c.target.opset, c.target.ir_version).graph)
     like = ir.Value(name=info.name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(shape))
     own = info.model_copy(update={"shape": list(shape)})
-    outputs = _update(op, declared, c, own, like, _scalars(op, clipped=False), chunked=False)
-    return sum(_bytes(v) for v in outputs if role(v) == "state") / 4
+    return _update(op, declared, c, own, like, _scalars(op, clipped=_clips(c)), chunked=False)
+
+
+def _clips(c: Compilation) -> bool:
+    return c.recipe.optimizer.max_norm is not None or c.recipe.precision.scaling != "none"
+
+
+def _gains_by_chunks(c: Compilation, declared: Declared, info: ParameterInfo) -> bool:
+    """Whether the update makes several passes over a large parameter, and keeps state: chunks of less are slower."""
+    made = _aside(c, declared, info, (1,))
+    passes = [node for node in made[0].producer().graph if any(v.shape != ir.Shape(()) for v in node.outputs)]
+    return declared.elementwise and len(passes) > 1 and any(role(v) == "state" for v in made)
 
 
 def _optimizer(c: Compilation, declared: Declared, held: list[tuple[ParameterInfo, ir.Value]]) -> ir.Model:
     model = new_graph("optimizer", c.target.opset, c.target.ir_version)
     op = Builder(model.graph)
-    chunked = declared.elementwise and _states_of(c, declared, held[0][0], (1,)) > 0  # of so little the chunks are slower
-    scalars = _scalars(op, clipped=c.recipe.optimizer.max_norm is not None or c.recipe.precision.scaling != "none")
+    chunked = _gains_by_chunks(c, declared, held[0][0])
+    scalars = _scalars(op, clipped=_clips(c))
     outputs: list[ir.Value] = []
     for info, value in held:
         outputs += _update(op, declared, c, info, value, scalars, chunked)
@@ -428,7 +470,7 @@ def _scalars(op: Builder, *, clipped: bool) -> Scalars:
         op.graph.inputs.append(set_role(factor, "scalar", of="gradient_scale"))
         scalars = replace(scalars, gradient_scale=factor)
     with scalars.shared():
-        return replace(scalars, step=op.Cast(step, to=_DOUBLE), lr=op.Cast(lr, to=_DOUBLE), exact_lr=lr)
+        return replace(scalars, step=op.Cast(step, to=_DOUBLE), lr=op.Cast(lr, to=_DOUBLE), count=step, exact_lr=lr)
 
 
 def _input(op: Builder, name: str, like: ir.Value) -> ir.Value:
@@ -482,7 +524,10 @@ def updated(
         with scalars.shared():
             own = replace(scalars, lr=scalars.lr * lr_scale, exact_lr=None)
     g = clipped(op, c, g, scalars)
-    new: ir.Value = declared.function(op, p, g, state, replace(own, gradient_scale=None), **options)
+    own = replace(own, gradient_scale=None)
+    kernels = [k for operator, k in declared.kernels.items() if c.target.keeps(*op_key(operator), p.dtype.numpy().name)]
+    made = (f(op, p, g, state, own, **options) for f in (*kernels, declared.function))
+    new = next(value for value in made if value is not None)
     if c.recipe.optimizer.ema is not None:
         _average(op, new, state, scalars, c.recipe.optimizer.ema)
     return new
