@@ -71,17 +71,22 @@ def layer_normalization(op, X, Scale, Mean, InvStdDev, dY, dMean, dInvStdDev, *,
     ),
 )
 def batch_normalization(op, X, scale, input_mean, input_var, dY, *, epsilon=1e-5, training_mode=0, momentum=0.9):
-    """On the batch as above; with stored statistics dX = dY·scale·σ⁻¹. dscale = Σ dY·x̂, dB = Σ dY"""
+    """With stored statistics dX = dY·scale·σ⁻¹; on the batch as above, with c = X - μ
+    scale·σ⁻¹·(dY - mean dY - c·σ⁻²·mean(dY·c)). dscale = σ⁻¹·Σ dY·c, dB = Σ dY"""
     axes = [0, *range(2, op.rank(X))]
-    factor = _per_channel(op, op.cast(scale, X), X)
+    mean = op.ReduceMean(X, axes, keepdims=1) if training_mode else _per_channel(op, op.cast(input_mean, X), X)
+    centred = X - mean
     if training_mode:
-        normal, inverse = _statistics(op, X, axes, float(epsilon))
-        dX = _through(op, dY * factor, normal, inverse, axes)
+        inverse = op.Reciprocal(op.Sqrt(op.ReduceMean(centred * centred, axes, keepdims=1) + float(epsilon)))
     else:
         inverse = _per_channel(op, op.cast(op.Reciprocal(op.Sqrt(input_var + float(epsilon))), X), X)
-        normal = (X - _per_channel(op, op.cast(input_mean, X), X)) * inverse
-        dX = dY * (factor * inverse)
-    return dX, op.cast(_channel_sum(op, dY * normal), scale), op.cast(_channel_sum(op, dY), scale)
+    gain = _per_channel(op, op.cast(scale, X), X) * inverse
+    product, total = op.ReduceSum(dY * centred, axes, keepdims=1), op.ReduceSum(dY, axes, keepdims=1)
+    dX = dY * gain
+    if training_mode:
+        count = op.size(X, axes, like=X)
+        dX = dX - centred * (gain * inverse * inverse * (product / count)) - gain * (total / count)
+    return dX, op.cast(op.reshape_like(product * inverse, scale), scale), op.cast(op.reshape_like(total, scale), scale)
 
 
 @gradient("InstanceNormalization", samples=({"input": (2, 3, 4, 2), "scale": (3,), "B": (3,)},))
