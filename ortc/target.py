@@ -20,6 +20,9 @@ class Target(BaseModel):
     summary: str
     opset: int = Field(description="the highest opset of the ONNX standard that it loads")
     ir_version: int = Field(description="the highest IR version that it loads")
+    in_place: bool = Field(
+        False, description="whether the loop that runs the graphs gives gradients memory that is zero before a step"
+    )
     kernels: dict[str, list[str]] = Field(
         default_factory=dict, description="operators with a lowering that stay as they are, by domain::name, and their types"
     )

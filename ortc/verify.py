@@ -524,8 +524,7 @@ def _states(c: Compilation, fed: _Fed) -> dict[str, _State]:
         for phase, model in phases.items():
             group = phase if phase.startswith("optimizer") else "evaluation" if phase == "eval" else "training"
             groups.setdefault(group, []).append((stage, model))
-    divided = c.recipe.pipeline.divided
-    return {group: _State(models, fed, totals=divided and group == "training") for group, models in groups.items() if models}
+    return {group: _State(models, fed, totals=group == "training") for group, models in groups.items() if models}
 
 
 def _compare(name: str, before: Mapping[str, _State], after: Mapping[str, _State], tolerance: float) -> Check:

@@ -160,6 +160,15 @@ def _is_zero(value: ir.Value) -> bool:
     return given is None or not given.as_tensor().numpy().any()
 
 
+def adds_to_zeros(node: ir.Node | None) -> bool:
+    """Whether a node adds to zeros, its first input, in the shape that it has: it might add to something else as well."""
+    if node is None or node_key(node) != ("", "ScatterElements") or node.attributes.get_string("reduction", "none") != "add":
+        return False
+    zeros = node.inputs[0]
+    assert zeros is not None
+    return _is_zero(zeros) and dims(zeros) is not None and dims(zeros) == dims(node.outputs[0])
+
+
 # The gradient of a table that is also read as a whole (a tied embedding): rows are added to what is there, not to zeros that
 # are added afterwards.
 rewrite(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from ortc.boundary import Part
 from ortc.compiler import STAGES, Compilation, Pass, of, role, set_role, set_stages, stages_of
@@ -13,6 +14,7 @@ from ortc.graph.builder import Builder
 from ortc.graph.cut import carve, cut, needed, read_by
 from ortc.graph.partition import StageRow, amount
 from ortc.graph.shapes import dims
+from ortc.passes.absorb import adds_to_zeros
 from ortc.passes.backward import ANEW, FORWARD_ROLES, SIZES, forward_nodes
 from ortc.passes.boundary import part_row
 from ortc.passes.costs import LINK_BANDWIDTH, concrete_sizes, default_sizes, named_sizes
@@ -185,6 +187,10 @@ class SplitPhases(Pass):
     def run(self, c: Compilation) -> None:
         pipeline = c.recipe.pipeline
         if not pipeline.divided:
+            if c.target.in_place and "ort" not in c.recipe.artifacts:
+                for phases in c.stages:
+                    if "train" in phases:
+                        _accumulate(phases["train"], tables_only=True)
             return
         schedule = schedule_of(c)
         actions = [action for row in schedule.actions for action in row]
@@ -192,7 +198,7 @@ class SplitPhases(Pass):
         for stage, phases in enumerate(c.stages):
             if "train" not in phases:
                 continue
-            _accumulate(phases["train"].graph)
+            _accumulate(phases["train"])
             if pipeline.stages > 1:
                 train = phases.pop("train")
                 shapes = concrete_sizes(train.graph, assumed_sizes(c))
@@ -220,24 +226,38 @@ def _check_limit(c: Compilation) -> None:
             )
 
 
-def _accumulate(graph: ir.Graph) -> None:
-    """Each parameter's gradient is added to an input, whose memory the output may share."""
+def _accumulate(model: ir.Model, tables_only: bool = False) -> None:
+    """Each parameter's gradient is added to an input, whose memory the output may share.
+
+    Args:
+        model: a training graph.
+        tables_only: only those of which rows are added to zeros: the input takes their place, and nothing is copied.
+    """
+    graph = model.graph
     op = Builder(graph)
     parameters = {of(v): v for v in graph.inputs if role(v) == "parameter"}
     for index, gradient in enumerate(graph.outputs):
         if role(gradient) != "gradient" or of(gradient) not in parameters:
             continue
+        source = gradient.producer()
+        rows = adds_to_zeros(source) and not gradient.uses()
+        if tables_only and not rows:
+            continue
         total = ir.Value(name=op.names.fresh(f"{of(gradient)}.total"), type=gradient.type, shape=gradient.shape)
         graph.inputs.append(set_role(total, "gradient", of=of(gradient)))
+        if rows:
+            source.replace_input_with(0, total)  # type: ignore[union-attr]
+            continue
         with op.scope(f"{of(gradient)}.total", origin=of(gradient), pass_="phases"):
             added = op.Add(total, gradient, _like=gradient)
         added.name = op.names.fresh(f"{gradient.name}.total")
-        node, source = added.producer(), gradient.producer()
+        node = added.producer()
         if node is not None and source is not None:  # at once, so that the gradient itself is not kept
             graph.remove(node)
             graph.insert_after(source, node)
         set_role(added, "gradient", of=of(gradient))
         graph.outputs[index] = added
+    RemoveUnusedNodesPass()(model)
 
 
 _OUTPUT_ROLES = FORWARD_ROLES | {"gradient", "boundary_gradient"}

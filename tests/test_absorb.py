@@ -16,6 +16,7 @@ from ortc.recipe import parse_recipe
 from ortc.runtime.trainer import Trainer
 from ortc.standalone import rewrite_model
 
+TARGET = TARGETS[-1].name
 MODELS = Path(__file__).parent / "data" / "models"
 HEAD = '<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>'
 
@@ -175,3 +176,31 @@ def test_a_tied_table_has_its_rows_added_to_the_products_gradient(tmp_path: Path
     [gradient] = [node for output, node in made.items() if output.endswith("wte.weight.grad")]
     assert gradient.op_type == "ScatterElements"
     assert made[gradient.input[0]].op_type == "Gemm"
+
+
+def test_rows_are_added_to_gradients_that_are_zero_already(tmp_path: Path):
+    """A table's gradient is a memory of the runtime's, with zeros in it before each step; nothing makes or copies zeros."""
+    text = "m (int64[n,4] ids) => (float[n,4,3] y) { rows = Gather (table, ids) y = MatMul (rows, w) }"
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 21]> {text}')
+    random = np.random.default_rng(0)
+    table, w = (random.standard_normal(shape).astype(np.float32) for shape in ((9, 5), (5, 3)))
+    model.graph.initializer.extend([onnx.numpy_helper.from_array(table, "table"), onnx.numpy_helper.from_array(w, "w")])
+    onnx.save(model, tmp_path / "m.onnx")
+    recipe = {"target": TARGET, "loss": [{"name": "mse"}], "optimizer": {"name": "sgd"}, "learning_rate": {"base": 0.0}}
+    for parts in (1, 2):
+        folder = tmp_path / str(parts)
+        plan = compile(tmp_path / "m.onnx", folder, parse_recipe({**recipe, "pipeline": {"micro_batches": parts}}))
+        totals = [p.of for p in plan.stages[0].phases["train"].inputs if p.role == "gradient"]
+        assert totals == (["table"] if TARGET == "ort-training" else []) if parts == 1 else ["table", "w"]
+        nodes = onnx.load(folder / "stage-0/train.onnx").graph.node
+        if totals:
+            [scatter] = [node for node in nodes if node.op_type == "ScatterElements"]
+            assert scatter.input[0] == "table.total"
+        with Trainer(folder, threads=1) as trainer:
+            for ids in ([[0, 3, 3, 8], [8, 8, 1, 0]], [[2, 2, 2, 2], [5, 4, 2, 6]]):
+                ids = np.array(ids)
+                labels = random.standard_normal((2, 4, 3)).astype(np.float32)
+                trainer.step({"ids": ids, "labels": labels})
+                want = np.zeros((9, 5))
+                np.add.at(want, ids, 2 / labels.size * (table.astype(np.float64)[ids] @ w - labels) @ w.T)
+                np.testing.assert_allclose(trainer._gradients()["table"], want, rtol=1e-5, atol=1e-7)

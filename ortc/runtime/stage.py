@@ -344,8 +344,11 @@ class Stage:
         self._scalars: dict[str, dict[str, np.ndarray]] = {}
         self._phases: dict[str, Phase] = {}
         self._losses: dict[str, np.ndarray] = {}
-        # Gradients of a single micro-batch are written whole; but a replica may have no part of a batch.
-        self._adds_up = pipeline.replicas > 1 or any(p.role == "gradient" for name in TRAINING for p in _inputs(stage, name))
+        # What a step must find at zero: of a single micro-batch the gradients are written whole, but for rows of tables; where
+        # there are replicas, one may have no part of a batch.
+        added = {key(p) for name in TRAINING for p in _inputs(stage, name) if p.role == "gradient"}
+        self._added = [name for name in self.gradients if name in added]
+        self._all_added = pipeline.replicas > 1 or len(self._added) == len(self.gradients)
         self._kept: dict[int, dict[str, Feed]] = {}
         read_later = [p for name in BACKWARD if name in stage.phases for p in stage.phases[name].inputs]
         self._keep = {key(p) for p in read_later if p.role in ("boundary", "stash")}
@@ -355,9 +358,8 @@ class Stage:
 
     def begin(self) -> None:
         """Start a step: gradients and losses at zero, buffers as they are."""
-        if self._adds_up:
-            for bucket in self.reduced:
-                bucket.memory[...] = 0
+        for memory in [b.memory for b in self.reduced] if self._all_added else [self.gradients[n] for n in self._added]:
+            memory[...] = 0
         self.input_gradients.clear()
         self.fetched.clear()
         self.loss = 0.0
