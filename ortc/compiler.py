@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -184,16 +185,16 @@ def is_on(step: Pass, recipe: Recipe, target: Target) -> bool:
 def check_invariants(model: ir.Model, where: str) -> None:
     """Cheap structural checks, linear in the graph: single assignment, order, unique names."""
     graph = model.graph
-    known = {*graph.inputs, *graph.initializers.values()}
-    names: set[str | None] = set()
+    # A node at a time, not a value at a time: this runs after every pass on every phase.
+    known: set[ir.Value | None] = {None, *graph.inputs, *graph.initializers.values()}
     for node in graph:
-        for value in node.inputs:
-            assert value is None or value in known, f"{where}: {node.name} reads {value.name} before it is made"
+        if not known.issuperset(node.inputs):
+            missing = [v.name for v in node.inputs if v is not None and v not in known]
+            raise AssertionError(f"{where}: {node.name} reads {missing[0]} before it is made")
         known.update(node.outputs)
-    for value in known:
-        if value.name:
-            assert value.name not in names, f"{where}: two values are called {value.name}"
-            names.add(value.name)
+    names = [name for value in known if value is not None and (name := value.name)]
+    if len(set(names)) < len(names):
+        raise AssertionError(f"{where}: two values are called {next(n for n, k in Counter(names).items() if k > 1)}")
     for value in graph.outputs:
         assert value in known, f"{where}: output {value.name} is not made in the graph"
 

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from ortc.autodiff import differentiable_inputs
 from ortc.errors import ModelError
 from ortc.graph.names import all_graphs, captured
-from ortc.graph.shapes import constant, dims, is_float
+from ortc.graph.shapes import Dims, constant, dims, is_float
 from ortc.passes.inference import infer_shapes
 from ortc.rules import CONTROL, GRADIENTS, OpKey, node_key, op_key
 
@@ -122,7 +122,7 @@ def concrete_sizes(graph: ir.Graph, binding: Mapping[str, int], default: int = 1
     except ModelError:  # sizes that the model does not allow, such as a sequence of 1 where it splits in two
         inferred = {}
     found = {v: d for v, d in inferred.items() if d is not None}
-    return Shapes({v: tuple(_size(x, binding, default) for x in d) for v, d in {**sizes, **found}.items()})
+    return _bound({**sizes, **found}, binding, default)
 
 
 def named_sizes(graph: ir.Graph, shapes: Shapes) -> dict[str, int]:
@@ -147,7 +147,13 @@ def learned_sizes(graph: ir.Graph, names: dict[str, int]) -> Shapes:
         shapes = concrete_sizes(graph, names)
         names.update({n: size for n, size in named_sizes(graph, shapes).items() if n not in names})
         return shapes
-    return Shapes({v: tuple(_size(d, names, 1) for d in sizes) for v, sizes in known.items()})
+    return _bound(known, names, 1)
+
+
+def _bound(symbolic: Mapping[ir.Value, Dims], binding: Mapping[str, int], default: int) -> Shapes:
+    """Numbers for all dimensions; those of one shape are found once, since a graph has few shapes and SymPy is slow."""
+    numbers = {d: tuple(_size(x, binding, default) for x in d) for d in dict.fromkeys(symbolic.values())}
+    return Shapes({v: numbers[d] for v, d in symbolic.items()})
 
 
 def _follows(dimension: int | str | None, names: Mapping[str, int]) -> bool:

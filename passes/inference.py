@@ -25,7 +25,7 @@ import onnx_ir as ir
 from ortc.errors import ModelError
 from ortc.graph.builder import Builder, UnknownRank
 from ortc.graph.names import Names, all_graphs
-from ortc.graph.shapes import Dim, Dims, NodeInference, constant, dims, is_float
+from ortc.graph.shapes import Dim, Dims, constant, dims, is_float, node_inference
 from ortc.rules import LOWERINGS, Unsupported, lowered, node_key
 
 # Lowerings are written in this opset of the standard.
@@ -58,7 +58,6 @@ class ShapeInference:
 
     def __init__(self, graph: ir.Graph) -> None:
         self._opset = graph.opset_imports[""]
-        self._inferences: dict[int, NodeInference] = {}
         self._known: dict[ir.Value, np.ndarray] = {}
         self._names = Names(_dimension_names(graph))
         self._derived: dict[Any, str] = {}
@@ -155,7 +154,7 @@ class ShapeInference:
         for value in node.outputs:
             value.type = value.shape = None
         try:
-            self._inference(node.version or self._opset).stamp(node)
+            node_inference(node.version or self._opset).stamp(node)
         except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
             if (node.domain, node.op_type) in _TOLERATED:
                 return
@@ -168,11 +167,6 @@ class ShapeInference:
             for value, (type_, shape) in zip(node.outputs, declared, strict=True):
                 value.type = value.type or type_
                 value.shape = _confirmed(_believed(node, dims(value)), shape)
-
-    def _inference(self, opset: int) -> NodeInference:
-        if opset not in self._inferences:
-            self._inferences[opset] = NodeInference(opset)
-        return self._inferences[opset]
 
     def name_dimensions(self, value: ir.Value) -> None:
         known = dims(value)

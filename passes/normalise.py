@@ -294,7 +294,7 @@ def _evaluate(node: ir.Node, opset: int) -> list[np.ndarray] | None:
     """Compute a node with constant inputs; None if ONNX's reference implementation cannot, or finds another type."""
     feeds = {v.name or "": v.const_value.numpy() for v in node.inputs if v is not None and v.const_value is not None}
     try:
-        results = ReferenceEvaluator(ir.to_proto(node), opsets={"": opset}).run(None, feeds)
+        results = ReferenceEvaluator(ir.serde.serialize_node(node), opsets={"": opset}).run(None, feeds)
     except Exception:
         return None
     for value, result in zip(node.outputs, results, strict=True):

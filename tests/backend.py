@@ -37,7 +37,7 @@ from ortc.passes.randomness import RANDOM
 from ortc.passes.reference import evaluator, retyped, widened
 from ortc.passes.sequences import resolve_sequences
 from ortc.passes.spellings import respell
-from ortc.rules import GRADIENTS, load_declarations, node_key
+from ortc.rules import GRADIENTS, OUT_OF_REACH, load_declarations, node_key
 from ortc.target import Target, load_target
 
 load_declarations("ortc.passes.gradients")
@@ -73,6 +73,7 @@ RANDOMNESS = "random"
 NO_REFERENCE = "ONNX has no reference in float64"
 OTHER_FORWARD = "ONNX Runtime fails, or its forward is another"
 INFINITE = "infinite or NaN there"
+REASONS = {NO_REFERENCE, NO_FLOAT, STOPS, OTHER_FORWARD, RANDOMNESS, TYPES}  # why an operator with a gradient may pass no case
 
 
 @lru_cache(maxsize=1)
@@ -86,12 +87,15 @@ def cases() -> dict[str, TestCase]:
     }
 
 
+# By the names in lower case.
+STANDARD = {schema.name.lower(): schema.name for schema in onnx.defs.get_all_schemas() if not schema.domain}
+
+
 def operator(case: TestCase) -> str:
     """The operator that a case is about: its name begins with it."""
     nodes = case.model.graph.node
-    plain = case.name.removesuffix("_expanded").removeprefix("test_")
-    known = [s.name for s in onnx.defs.get_all_schemas() if not s.domain]
-    named = [n for n in known if plain.replace("_", "").startswith(n.lower())]
+    plain = case.name.removesuffix("_expanded").removeprefix("test_").replace("_", "")
+    named = [name for key, name in STANDARD.items() if plain.startswith(key)]
     return nodes[0].op_type if len(nodes) == 1 else max(named, key=len, default=nodes[0].op_type)
 
 
@@ -122,15 +126,16 @@ def _compare(case: TestCase, arrays: Arrays, wanted: list[str]) -> Outcome:
         return Outcome(OTHER_FORWARD)
     counted = len([v for v in model.graph.output if v.type.tensor_type.elem_type in FLOATS])
     try:
-        differentiable = gradient_graph(model, wanted, TARGETS[0])[1]
+        proto, differentiable = gradient_graph(model, wanted, TARGETS[0])
     except ModelError:  # perhaps the first output alone has a gradient
         counted = 1
         del model.graph.output[1:]
-        differentiable = gradient_graph(model, wanted, TARGETS[0])[1]
+        proto, differentiable = gradient_graph(model, wanted, TARGETS[0])
     if not differentiable:
         return Outcome(STOPS)
-    unknown = _unknown_sizes(model, wanted)
-    graphs = [(t, sizes, gradient_graph(sized(model, sizes), wanted, t)[0]) for t, sizes in product(TARGETS, ((), unknown))]
+    made = {(): proto, **_of_unknown_sizes(model, wanted)}
+    graphs = [(TARGETS[0], sizes, proto) for sizes, proto in made.items()]
+    graphs += [(t, sizes, gradient_graph(sized(model, sizes), wanted, t)[0]) for t, sizes in product(TARGETS[1:], made)]
     arrays = {k: v for k, v in arrays.items() if k in wanted}
     weights = None
     numeric: dict[str, float] = {}
@@ -188,20 +193,20 @@ def _largest(array: np.ndarray) -> float:
 Sizes = tuple[tuple[str, int], ...]  # (input, dimension)
 
 
-def _unknown_sizes(model: onnx.ModelProto, wanted: list[str]) -> Sizes:
-    """The sizes that the graph with symbolic shapes leaves open: all of them; or where the operator must know its weights'
-    sizes, as it does in real models, all of its first input; or as many of those, from the first, as it can go without."""
+def _of_unknown_sizes(model: onnx.ModelProto, wanted: list[str]) -> dict[Sizes, onnx.ModelProto]:
+    """The gradient graph of the first target with symbolic shapes, by the sizes that it leaves open: all of them; or where the
+    operator must know its weights' sizes, as it does in real models, all of its first input; or as many of those, from the
+    first, as it can go without; none if it can go without none."""
     ranks = {v.name: len(v.type.tensor_type.shape.dim) for v in model.graph.input}
     everything = [(name, d) for name in wanted for d in range(ranks[name])]
     first = [(name, d) for name, d in everything if name == wanted[0]]
     choices = [everything, *(first[:n] for n in range(len(first), 0, -1)), [s for s in first if s[1] != 1]]
     for sizes in choices:
         try:
-            gradient_graph(sized(model, tuple(sizes)), wanted, TARGETS[0])
+            return {tuple(sizes): gradient_graph(sized(model, tuple(sizes)), wanted, TARGETS[0])[0]}
         except ModelError:
             continue
-        return tuple(sizes)
-    return ()
+    return {}
 
 
 def sized(model: onnx.ModelProto, unknown: Sizes) -> onnx.ModelProto:
@@ -327,12 +332,27 @@ def _directional(double: ReferenceEvaluator, arrays: Arrays, weights: list[np.nd
     """The derivative along the input's direction; None where two step sizes do not agree: there is a kink or a jump."""
 
     at = _along(double, arrays, weights, name)
-    here = at(0)
-    wide, narrow = ((at(h) - at(-h)) / (2 * h) for h in (STEP, STEP / 16))
-    one_sided = (at(STEP) - here) / STEP
+    here, up, near = at(0), at(STEP), STEP / 16
+    wide, narrow = (up - at(-STEP)) / (2 * STEP), (at(near) - at(-near)) / (2 * near)
+    one_sided = (up - here) / STEP
     scale = max(1.0, abs(wide))
     smooth = abs(wide - narrow) <= 1e-5 * scale and abs(one_sided - wide) <= 1e-2 * scale
     return wide if smooth else None
+
+
+def faults(op_type: str, found: Mapping[str, Outcome]) -> list[str]:
+    """What must not become of an operator's cases: a wrong gradient; a refusal that does not say which form it is, where the
+    operator is not declared out of reach as a whole; no case that passes although there is a rule, without a good reason."""
+    bad = [f"{name}: {o.text}" for name, o in found.items() if o.kind == WRONG]
+    bad += [
+        f"{name}: {o.text}"
+        for name, o in found.items()
+        if o.kind == REFUSED and ("", op_type) not in OUT_OF_REACH and not says_which_form(o.text)
+    ]
+    kinds = {o.kind for o in found.values()}
+    if ("", op_type) in GRADIENTS and PASSED not in kinds and not kinds <= REASONS:
+        bad.append(f"{op_type} has a gradient rule, but no case of it passes: {', '.join(sorted(kinds))}")
+    return bad
 
 
 def says_which_form(text: str) -> bool:
@@ -341,7 +361,7 @@ def says_which_form(text: str) -> bool:
 
 
 def main() -> int:
-    """Print the report; 1 if a gradient is wrong."""
+    """Print the report; 1 if there is a fault."""
     by_operator: dict[str, list[tuple[str, Outcome]]] = defaultdict(list)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -361,7 +381,10 @@ def main() -> int:
             if o.kind in (WRONG, REFUSED, NO_REFERENCE):
                 told = " ".join(line for line in o.text.splitlines() if line.startswith("- ")) or o.text
                 print(f"- {name}: {o.kind}: {told}")
-    return int(kinds[WRONG] > 0)
+    bad = [fault for op_type, found in sorted(by_operator.items()) for fault in faults(op_type, dict(found))]
+    for fault in bad:
+        print(f"\nFault: {fault}")
+    return int(bool(bad))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,13 @@ def ortc(monkeypatch, capsys):
     return run
 
 
+@pytest.fixture(autouse=True)
+def _no_runtime(request, monkeypatch):
+    """What is marked as the compiler's alone cannot run anything."""
+    if request.node.get_closest_marker("compiler"):
+        monkeypatch.setitem(sys.modules, "onnxruntime", None)
+
+
 @pytest.fixture
 def own_tables():
     """The declarations that a test adds are gone after it."""

@@ -12,6 +12,8 @@ import pytest
 
 from ortc.demo import MODEL, RECIPE
 
+pytestmark = pytest.mark.compiler
+
 MODELS = Path(__file__).parent / "data" / "models"
 CASES = {
     "digits": (MODEL, ["--recipe", str(RECIPE)]),

@@ -20,6 +20,8 @@ from ortc.graph.text import graph_text
 from ortc.recipe import parse_recipe
 from ortc.source import load_model
 
+pytestmark = pytest.mark.compiler
+
 MODELS = Path(__file__).parent / "data" / "models"
 
 TEXT = """\

@@ -13,6 +13,8 @@ from ortc.graph.names import all_graphs
 from ortc.recipe import parse_recipe
 from ortc.source import load_model
 
+pytestmark = pytest.mark.compiler
+
 MODELS = Path(__file__).parent / "data" / "models"
 HALVES = {"pipeline": {"stages": 2, "micro_batches": 2}}
 

@@ -19,6 +19,8 @@ from ortc.page import Span, ticks, timeline
 from ortc.recipe import parse_recipe
 from ortc.report import make_report
 
+pytestmark = pytest.mark.compiler
+
 MODELS = Path(__file__).parent / "data" / "models"
 EVIL = "</script><b onmouseover=alert(1)>&\"'\u202e\x1b]"
 HALVES = {"pipeline": {"stages": 2, "micro_batches": 4}}

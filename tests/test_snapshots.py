@@ -14,6 +14,8 @@ from ortc.artifacts import compile
 from ortc.errors import OrtcError
 from ortc.recipe import parse_recipe
 
+pytestmark = pytest.mark.compiler
+
 ROOT = Path(__file__).parent.parent
 MLP, GPT = (Path(__file__).parent / "data" / "models" / f"{name}.onnx" for name in ("mlp.legacy", "gpt2_eager.legacy"))
 

@@ -21,7 +21,7 @@ import onnx
 import onnx_ir as ir
 
 from ortc.graph.names import Names, taken_names
-from ortc.graph.shapes import Dims, NodeInference, constant, dims, is_float, rank, stamp_like, static
+from ortc.graph.shapes import Dims, constant, dims, is_float, node_inference, rank, stamp_like, static
 
 Operand = ir.Value | float | int | bool | Sequence[int] | np.ndarray | None
 
@@ -36,7 +36,7 @@ class Builder:
         self.root: ir.Graph = graph if outer is None else outer.root
         self.opset = self.root.opset_imports[""]
         self.names: Names = Names(taken_names(graph)) if outer is None else outer.names
-        self._inference: NodeInference = NodeInference(self.opset) if outer is None else outer._inference
+        self._inference = node_inference(self.opset)
         self._constants: dict[Any, ir.Value] = {}
         self._shapes: dict[ir.Value, ir.Value] = {}
         self._prefix = ""

@@ -26,21 +26,29 @@ class Names:
 
 def all_graphs(graph: ir.Graph) -> list[ir.Graph]:
     """The graph and the bodies nested in its nodes, outermost first."""
-    return [graph, *graph.subgraphs()]
+    # Graph.subgraphs() does the same, through an iterator in which a compilation spent a tenth of its time.
+    return [graph, *(inner for node in graph if node.attributes for body in _bodies(node) for inner in all_graphs(body))]
 
 
 def captured(node: ir.Node) -> list[ir.Value]:
     """Values of the surrounding graph that the node's nested bodies read."""
     found: dict[ir.Value, None] = {}
-    for attribute in node.attributes.values():
-        bodies = [attribute.value] if attribute.type == ir.AttributeType.GRAPH else []
-        bodies += list(attribute.value) if attribute.type == ir.AttributeType.GRAPHS else []
-        for body in bodies:
-            inside = {v for g in all_graphs(body) for v in _defined(g)}
-            for graph in all_graphs(body):
-                used = [v for n in graph for v in n.inputs if v is not None] + list(graph.outputs)
-                found.update(dict.fromkeys(v for v in used if v not in inside))
+    for body in _bodies(node):
+        inside = {v for g in all_graphs(body) for v in _defined(g)}
+        for graph in all_graphs(body):
+            used = [v for n in graph for v in n.inputs if v is not None] + list(graph.outputs)
+            found.update(dict.fromkeys(v for v in used if v not in inside))
     return list(found)
+
+
+def _bodies(node: ir.Node) -> list[ir.Graph]:
+    bodies: list[ir.Graph] = []
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            bodies.append(attribute.value)
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            bodies.extend(attribute.value)
+    return bodies
 
 
 def _defined(graph: ir.Graph) -> Iterable[ir.Value]:

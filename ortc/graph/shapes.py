@@ -5,6 +5,7 @@ A dimension is an ``int``, a ``str`` (symbolic: equal names are equal sizes) or 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,9 @@ FLOAT_TYPES = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOA
 
 # Inputs of at most this many elements are shown to shape inference (axes, target shapes, …).
 _SMALL = 64
+
+# Answers of shape inference that are kept, per opset: some ten thousand nodes' worth, in tens of MB.
+_REMEMBERED = 1 << 16
 
 
 def dims(value: ir.Value) -> Dims | None:
@@ -67,11 +71,11 @@ def constant(value: ir.Value | None) -> np.ndarray | None:
 
 
 class NodeInference:
-    """Stamps type and shape on a new node's outputs.
+    """Stamps type and shape on a new node's outputs; :func:`node_inference` gives the one of an opset.
 
-    It asks ONNX's own inference for one node and remembers the answer, since the layers of a model repeat: a
-    whole-graph inference per pass would cost far more. Outputs that ONNX knows nothing about (an operator of
-    another domain) are left as they are.
+    It asks ONNX's own inference for one node and remembers the answer, since the layers of a model repeat, and passes look
+    at the same nodes again: a whole-graph inference per pass would cost far more. Outputs that ONNX knows nothing about (an
+    operator of another domain) are left as they are.
     """
 
     def __init__(self, opset: int) -> None:
@@ -88,12 +92,14 @@ class NodeInference:
         key = (
             node.domain,
             node.op_type,
-            len(node.outputs),
+            tuple(bool(v.name) for v in node.outputs),
             tuple((name, repr(attribute.value)) for name, attribute in node.attributes.items()),
             tuple(self._signature(v) for v in node.inputs),
         )
         found = self._seen.get(key)
         if found is None:
+            if len(self._seen) >= _REMEMBERED:
+                self._seen.clear()
             found = self._seen[key] = self._infer(node)
         for output, (dtype, shape) in zip(node.outputs, found, strict=True):
             if output.dtype is None and dtype is not None:
@@ -121,9 +127,15 @@ class NodeInference:
             if array is not None:
                 data[value.name or ""] = onnx.numpy_helper.from_array(array)
         inferred = shape_inference.infer_node_outputs(
-            schema, ir.to_proto(node), types, data, opset_imports=self._imports, ir_version=10
+            schema, ir.serde.serialize_node(node), types, data, opset_imports=self._imports, ir_version=10
         )
         return [_from_proto(inferred.get(v.name or "")) for v in node.outputs]
+
+
+@cache
+def node_inference(opset: int) -> NodeInference:
+    """The inference of an opset, with its memory: an answer depends on nothing but the node."""
+    return NodeInference(opset)
 
 
 def _type_proto(value: ir.Value) -> onnx.TypeProto:
