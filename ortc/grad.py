@@ -15,7 +15,6 @@ from typing import Literal
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -23,9 +22,10 @@ from rich.table import Table
 from ortc.artifacts import compile
 from ortc.compiler import matches
 from ortc.errors import DataError, OrtcError, RecipeError
+from ortc.graph.unused import remove_unused
 from ortc.plan import Port
 from ortc.recipe import Recipe, unfused
-from ortc.runtime.batch import Batch, key, synthetic_batch
+from ortc.runtime.batch import Batch, key, numpy_type, synthetic_batch
 from ortc.runtime.trainer import Trainer
 
 # Of finite differences: errors of order STEP² and 1e-16/STEP are both far below every tolerance.
@@ -213,7 +213,7 @@ class _LossInDouble:
 
         forward = ir.from_proto(graph)
         del forward.graph.outputs[1:]  # the first is the loss
-        RemoveUnusedNodesPass()(forward)
+        remove_unused(forward)
         rounding = [n for n in forward.graph if n.metadata_props.get("ortc.rule") in STRAIGHT_THROUGH]
         self.straight_through = _inputs_before(rounding)
         self._evaluator = evaluator(widened(ir.to_proto(forward)))
@@ -257,6 +257,8 @@ def _fed(port: Port, batch: Batch, trainer: Trainer) -> np.ndarray:
         return batch[key(port)]
     if port.role in ("parameter", "buffer"):
         return trainer.parameters[key(port)]
+    if port.role == "gradient":  # what it is added to
+        return np.zeros([int(d) for d in port.shape or ()], numpy_type(port.dtype, port.name))
     counters = {"seed": trainer.seed, "step": trainer.step_number + 1, "micro_batch": 0}
     return np.asarray(counters[key(port)], port.dtype)
 

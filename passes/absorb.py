@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from ortc.compiler import Compilation, Pass
 from ortc.graph.builder import Builder
-from ortc.graph.names import all_graphs, take_place
+from ortc.graph.names import all_graphs
 from ortc.graph.shapes import constant, dims, rank
+from ortc.graph.unused import remove_unused
 from ortc.passes.fusion import training_graphs
 from ortc.rewrite import REWRITES, apply_rewrites, rewrite
 from ortc.rules import node_key
@@ -46,7 +46,7 @@ class Absorb(Pass):
             for part in all_graphs(model.graph):
                 _Transposes(outermost if part is model.graph else Builder(part, outermost)).into_products()
             apply_rewrites(model.graph, REWRITES[self.name], self.name)
-            RemoveUnusedNodesPass()(model)
+            remove_unused(model)
 
 
 # ---- transposes --------------------------------------------------------------------------------------------------------
@@ -91,17 +91,19 @@ class _Transposes:
         flags = [
             int(swap) ^ node.attributes.get_int(name, 0) for (_, swap), name in zip(operands, ("transA", "transB"), strict=True)
         ]
-        given = {key: a.value for key, a in node.attributes.items() if key not in ("transA", "transB")}
         flat = all(rank(v) == 2 for v in values) and node.domain == ""
-        op_type, domain = ("Gemm", "") if flat else ("FusedMatMul", _CONTRIB)
-        rest = node.inputs[2:]
-        output = node.outputs[0]
-        with self._in_place_of(node):
-            made = self.op.node(
-                op_type, *values, *rest, _domain=domain, _like=output, **given, transA=flags[0] or None, transB=flags[1] or None
-            )
-        take_place(output, made)
-        self.op.graph.remove(node, safe=True)
+        # The node itself changes: to put another in the place of a graph's output takes time in all outputs.
+        node.op_type, node.domain = ("Gemm", "") if flat else ("FusedMatMul", _CONTRIB)
+        self.op.root.opset_imports.setdefault(node.domain, 1)
+        for position, value in enumerate(values):
+            node.replace_input_with(position, value)
+        for key, flag in zip(("transA", "transB"), flags, strict=True):
+            node.attributes.pop(key, None)
+            if flag:
+                node.attributes[key] = ir.AttrInt64(key, 1)
+        node.metadata_props.setdefault("ortc.origin", node.name or "")
+        node.metadata_props["ortc.pass"] = Absorb.name
+        node.name = self.op.names.fresh(f"{node.name}/{node.op_type}")
 
     def _operand(self, node: ir.Node, position: int) -> tuple[ir.Value, bool]:
         """The value to read in place of an operand, and whether its last two axes are to be swapped."""

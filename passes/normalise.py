@@ -12,6 +12,7 @@ from onnx_ir.passes import common
 from ortc.errors import ModelError
 from ortc.graph.names import Names, all_graphs, take_place, taken_names
 from ortc.graph.shapes import constant, dims, rank, static
+from ortc.graph.unused import remove_unused
 from ortc.passes.inference import ShapeInference, infer_shapes, merged
 from ortc.passes.inlining import inline_functions, splice
 from ortc.passes.opset import CONSTANT_NODE, change_opset
@@ -162,7 +163,7 @@ def _lift_constant(graph: ir.Graph, node: ir.Node) -> None:
 def remove_dead_nodes(model: ir.Model) -> None:
     """Without nodes that nothing needs; the initializers stay, in their order."""
     initializers = list(model.graph.initializers.values())
-    common.RemoveUnusedNodesPass()(model)
+    remove_unused(model)
     model.graph.initializers.clear()
     for value in initializers:
         model.graph.register_initializer(value)

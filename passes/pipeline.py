@@ -7,13 +7,14 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from onnx_ir.passes.common import CommonSubexpressionEliminationPass, DeduplicateInitializersPass, RemoveUnusedNodesPass
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass, DeduplicateInitializersPass
 
 from ortc.autodiff import build_gradients, depending_on, loss_seed
 from ortc.compiler import Compilation, Pass, of, role, set_role, set_stages, stages_of
 from ortc.graph.builder import Builder
 from ortc.graph.names import all_graphs, take_place
 from ortc.graph.shapes import is_float
+from ortc.graph.unused import hold_outputs, released_outputs, remove_unused
 from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
 from ortc.passes.precision import widen_missing
 from ortc.passes.sequences import resolve_sequences
@@ -254,7 +255,7 @@ class CleanUp(Pass):
         for model in _finishing(c):
             DeduplicateInitializersPass()(model)
             merge_equal(model)
-            RemoveUnusedNodesPass()(model)
+            remove_unused(model)
             drop_unused_inputs(model.graph)
 
 
@@ -262,16 +263,11 @@ def merge_equal(model: ir.Model) -> None:
     """Merge equal subexpressions. Of two equal graph outputs the second becomes a copy of the first, and keeps its role."""
     graph = model.graph
     outputs = list(graph.outputs)
-    # Nodes hold the outputs meanwhile: onnx_ir goes through all outputs of a graph for each node that it removes.
-    holders = [ir.Node("ortc", f"Output{i}", [value], num_outputs=0) for i, value in enumerate(outputs)]
-    graph.extend(holders)
-    graph.outputs.clear()
+    holders = hold_outputs(graph)
     CommonSubexpressionEliminationPass()(model)
-    merged = [holder.inputs[0] for holder in holders]
-    graph.remove(holders, safe=True)
+    merged = released_outputs(graph, holders)
     taken = {new for old, new in zip(outputs, merged, strict=True) if new is old}
     for old, new in zip(outputs, merged, strict=True):
-        assert new is not None
         if new is not old:
             new = _copy(graph, new, old) if new in taken else new
             new.name = old.name

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from ortc.compiler import Compilation, Pass, matches, role
 from ortc.errors import RecipeError
@@ -22,6 +21,7 @@ from ortc.graph.cut import read_by
 from ortc.graph.names import captured
 from ortc.graph.recompute import Choice, Training
 from ortc.graph.shapes import constant
+from ortc.graph.unused import remove_unused
 from ortc.passes.backward import SIZES, Waiting, halves
 from ortc.passes.costs import Shapes, concrete_sizes, forward_cost
 from ortc.passes.memory import VIEWS, node_memory
@@ -145,7 +145,7 @@ class Recompute(Pass):
             room = None if budget is None else _Room(budget // chunks, static, parked)
             choice = _choose(cut, policy, room, stage if pipeline.stages > 1 else None)
             write_clones(graph, cut, choice)
-            RemoveUnusedNodesPass()(phases["train"])  # optional outputs that only clones are read of now
+            remove_unused(phases["train"])  # optional outputs that only clones are read of now
             c.recomputed[stage] = Recomputed(
                 policy="auto" if policy == "none" else policy,
                 nodes=[cut.forward[i].name or "" for i in choice.clones],

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from ortc.boundary import Part
 from ortc.compiler import STAGES, Compilation, Pass, of, role, set_role, set_stages, stages_of
@@ -14,6 +13,7 @@ from ortc.graph.builder import Builder
 from ortc.graph.cut import carve, cut, needed, read_by
 from ortc.graph.partition import StageRow, amount
 from ortc.graph.shapes import dims
+from ortc.graph.unused import remove_unused
 from ortc.passes.absorb import adds_to_zeros
 from ortc.passes.backward import ANEW, FORWARD_ROLES, SIZES, forward_nodes
 from ortc.passes.boundary import part_row
@@ -257,7 +257,7 @@ def _accumulate(model: ir.Model, tables_only: bool = False) -> None:
             graph.insert_after(source, node)
         set_role(added, "gradient", of=of(gradient))
         graph.outputs[index] = added
-    RemoveUnusedNodesPass()(model)
+    remove_unused(model)
 
 
 _OUTPUT_ROLES = FORWARD_ROLES | {"gradient", "boundary_gradient"}

@@ -180,23 +180,30 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _check_shape(name: str, array: np.ndarray, port: Port, sizes: dict[str, tuple[int, str]]) -> None:
-    if port.shape is None:
-        return
-    described = f"[{', '.join('?' if d is None else str(d) for d in port.shape)}]"
-    have = list(array.shape)
-    if array.ndim != len(port.shape):
-        raise DataError(f"{name!r} has shape {have}, the model wants {described}: {len(port.shape)} dimensions")
-    for axis, (size, want) in enumerate(zip(array.shape, port.shape, strict=True)):
+    wrong = None if port.shape is None else _misfit(name, array.shape, port.shape, sizes)
+    if wrong is not None:
+        wants = f"[{', '.join('?' if d is None else str(d) for d in port.shape or ())}]"
+        raise DataError(f"{name!r} has shape {list(array.shape)}, the model wants {wants}: {wrong}")
+    if array.size == 0:
+        raise DataError(f"{name!r} has shape {list(array.shape)}: it is empty")
+
+
+def _misfit(
+    name: str, shape: Sequence[int], wanted: Sequence[int | str | None], sizes: dict[str, tuple[int, str]]
+) -> str | None:
+    """What is wrong with a shape; the sizes that it gives to names are noted, with where they come from."""
+    if len(shape) != len(wanted):
+        return f"{len(wanted)} dimensions"
+    for axis, (size, want) in enumerate(zip(shape, wanted, strict=True)):
         if isinstance(want, int) and size != want:
             hint = "; if that is the batch, use --batch-size and --drop-last" if axis == 0 else ""
-            raise DataError(f"{name!r} has shape {have}, the model wants {described}: dimension {axis} must be {want}{hint}")
+            return f"dimension {axis} must be {want}{hint}"
         if isinstance(want, str):
-            computed = dimension(want, {symbol: known for symbol, (known, _) in sizes.items()})
+            computed = None if want in sizes else dimension(want, {symbol: known for symbol, (known, _) in sizes.items()})
             known, source = sizes.setdefault(want, (size if computed is None else computed, name))
             if size != known:
-                raise DataError(f"{name!r} has shape {have}, the model wants {described}: {want!r} is {known} in {source!r}")
-    if array.size == 0:
-        raise DataError(f"{name!r} has shape {have}: it is empty")
+                return f"{want!r} is {known} in {source!r}"
+    return None
 
 
 def _cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -38,7 +38,7 @@ def parts_of(
             f"the batch has {samples} samples; the model takes batches of {fixed} only, and a step has {count} micro-batches: "
             f"give it {fixed * count} samples"
         )
-    edges = np.linspace(0, samples, min(count, max(samples, 1)) + 1).astype(int)
+    edges = edges_of(samples, min(count, max(samples, 1)))
     pieces = [inputs.fit(_slice(arrays, inputs, samples, a, b)) for a, b in pairwise(edges)]
     counts = np.array([[_count(loss, piece, inputs) for loss in losses] for piece in pieces], np.float64)
     return [Part(i, piece, _weights(losses, counts, i) if weighted else {}) for i, piece in enumerate(pieces)]
@@ -47,9 +47,13 @@ def parts_of(
 def share_of(samples: int, count: int, replica: int, replicas: int) -> slice:
     """The samples of a batch that are in a replica's micro-batches."""
     parts = min(count, max(samples, 1))
-    edges = np.linspace(0, samples, parts + 1).astype(int)
-    dealt = np.linspace(0, parts, replicas + 1).astype(int)
-    return slice(int(edges[dealt[replica]]), int(edges[dealt[replica + 1]]))
+    edges, dealt = edges_of(samples, parts), edges_of(parts, replicas)
+    return slice(edges[dealt[replica]], edges[dealt[replica + 1]])
+
+
+def edges_of(count: int, parts: int) -> list[int]:
+    """Where parts of equal size, or one less, begin and end."""
+    return [i * count // parts for i in range(parts + 1)]
 
 
 def read_whole(inputs: BatchCheck) -> frozenset[str]:

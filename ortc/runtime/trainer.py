@@ -25,7 +25,7 @@ from ortc.runtime.export import export_model, exported_loss
 from ortc.runtime.lock import lock_folder
 from ortc.runtime.lr import learning_rate
 from ortc.runtime.outputs import graphs_of, model_outputs
-from ortc.runtime.parts import parts_of, read_whole, share_of
+from ortc.runtime.parts import edges_of, parts_of, read_whole, share_of
 from ortc.runtime.profile import Profile, Recorder, make_profile
 from ortc.runtime.scaling import Scaling
 from ortc.runtime.stage import DEFAULT_ENGINE, Part, import_onnxruntime
@@ -241,7 +241,7 @@ class Trainer:
 
     def _shares(self, parts: list[Part]) -> list[list[Part]]:
         """The micro-batches of each replica."""
-        edges = np.linspace(0, len(parts), self._team.workers[0].replicas + 1).astype(int)
+        edges = edges_of(len(parts), self._team.workers[0].replicas)
         return [parts[a:b] for a, b in pairwise(edges)]
 
     def _parts(self, batch: Mapping[str, np.ndarray]) -> list[Part]:

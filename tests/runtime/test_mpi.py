@@ -364,7 +364,9 @@ from ortc.runtime.transport import mpi_world
 allowed = {0: {0, 1, 2, 3}, 1: {0, 1, 2, 3}, 2: {4, 5}}
 with mpi_world() as world:
     os.sched_getaffinity = lambda pid: allowed[world.rank]
-    print(world.rank, threads_of(world), flush=True)
+    found = world.gather_object(f"{world.rank} {threads_of(world)}")
+    if world.rank == 0:  # lines of several processes may end up in each other
+        print("\\n".join(found), flush=True)
 """
 
 
