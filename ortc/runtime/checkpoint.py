@@ -44,12 +44,14 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ortc.errors import CheckpointError
 from ortc.plan import ParameterInfo, Plan
+from ortc.recipe import describe_location
 from ortc.runtime.batch import numpy_type
 from ortc.runtime.messages import tell
 from ortc.runtime.stage import StateKey
@@ -60,6 +62,63 @@ if TYPE_CHECKING:
 
 CHECKPOINT_VERSION = 1
 PARAMETERS, OPTIMIZER, INDEX = "parameters.safetensors", "optimizer.safetensors", "index.json"
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+_File = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+\.safetensors$")]  # of the checkpoint's own folder
+_Count = Annotated[int, Field(ge=0, lt=2**62)]
+
+
+class _Entry(_Table):
+    dtype: str
+    shape: list[_Count]
+    file: _File
+    offset: list[_Count]
+
+
+class _Position(_Table):
+    epoch: _Count
+    batch: _Count
+
+
+class _Scaling(_Table):
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    good: _Count
+    skipped: _Count
+
+
+class _Best(_Table):
+    metric: str
+    better: Literal["min", "max"]
+    value: float | None
+    step: _Count
+    stale: _Count
+
+
+class _Settings(BaseModel):
+    """Those that are read for what they say; the others are compared with those of the next run."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    best: _Best | None = None
+
+
+class _Index(_Table):
+    """``index.json`` as it must be, whoever wrote it: a checksum tells of damage, not of intent."""
+
+    version: Literal[1]
+    fingerprint: str
+    step: _Count
+    serial: _Count
+    seed: Annotated[int, Field(ge=0, lt=2**31)] | None
+    position: _Position
+    settings: _Settings
+    scaling: _Scaling | None = None
+    parameters: dict[str, _Entry]
+    optimizer: dict[str, dict[str, _Entry]]
+    files: dict[_File, str]
 
 
 class Damaged(CheckpointError):
@@ -389,14 +448,21 @@ def load(root: Path, plan: Plan, which: str | Path) -> tuple[Path, Progress, dic
         raise CheckpointError(f"{which} is no checkpoint but a file of weights; give the folder of one")
     folder = _choose(root, plan, which)
     index = read_index(folder)
-    values = {p.name: np.empty(p.shape, numpy_type(p.dtype, p.name)) for p in plan.parameters}
+    values = {p.name: _room(p.name, p.shape, p.dtype) for p in plan.parameters}
     states = {
-        (name, slot): np.empty(entry["shape"], numpy_type(entry["dtype"], name))
+        (name, slot): _room(name, entry["shape"], entry["dtype"])
         for name, slots in index["optimizer"].items()
         for slot, entry in slots.items()
     }
     _load(folder, index, values, states)
     return folder, _progress(index), values, states
+
+
+def _room(name: str, shape: Sequence[int], dtype: str) -> np.ndarray:
+    try:
+        return np.empty(shape, numpy_type(dtype, name))
+    except (ValueError, MemoryError):
+        raise CheckpointError(f"{name!r} is said to have the shape {list(shape)}, which does not fit into memory") from None
 
 
 def _progress(index: dict[str, Any]) -> Progress:
@@ -500,8 +566,13 @@ def read_index(folder: Path) -> dict[str, Any]:
         raise Damaged(f"checkpoint {folder} is damaged: {INDEX} is cut off or was changed") from None
     if checksum != _checksum(index):
         raise Damaged(f"checkpoint {folder} is damaged: {INDEX} was changed")
-    if index["version"] != CHECKPOINT_VERSION:
-        raise CheckpointError(f"{folder} has checkpoint version {index['version']!r}, this ortc reads {CHECKPOINT_VERSION}")
+    if index.get("version") != CHECKPOINT_VERSION:
+        raise CheckpointError(f"{folder} has checkpoint version {index.get('version')!r}, this ortc reads {CHECKPOINT_VERSION}")
+    try:
+        _Index.model_validate(index)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise Damaged(f"checkpoint {folder} is damaged: {INDEX}: {describe_location(first['loc'])}: {first['msg']}") from None
     return index
 
 
