@@ -113,6 +113,17 @@ def test_training_follows_float32_within_a_hundredth(name, kind, tmp_path):
         np.testing.assert_allclose(losses[label], losses["fp32"], rtol=1e-2)
 
 
+def test_the_digits_reach_the_loss_of_float32_within_a_hundredth(monkeypatch, tmp_path):
+    """As bench/precision.py measures it, with one epoch and three seeds: the mean over them of the loss on digits kept aside."""
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "bench")
+    from precision import KINDS, digits
+
+    found = {kind: np.mean([digits(kind, tmp_path / "f", seed, epochs=1, threads=1) for seed in range(3)]) for kind in KINDS}
+    assert found["fp32"] < np.log(10) / 1.5  # they have learnt something
+    for kind in ("fp16", "bf16"):
+        np.testing.assert_allclose(found[kind], found["fp32"], rtol=1e-2)
+
+
 TIED = """<ir_version: 10, opset_import: ["": 21]> g (float[N,4] x) => (float[N,4] y)
     <float[4,4] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}> { a = MatMul(x, w) b = Tanh(a) c = Tanh(b) y = MatMul(c, w) }"""
 
