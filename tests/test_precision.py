@@ -114,7 +114,7 @@ def test_training_follows_float32_within_a_hundredth(name, kind, tmp_path):
 
 
 def test_the_digits_reach_the_loss_of_float32_within_a_hundredth(monkeypatch, tmp_path):
-    """As bench/precision.py measures it, with one epoch and three seeds: the mean over them of the loss on digits kept aside."""
+    """As bench/precision.py measures it, with one epoch and three seeds: their mean of the loss on digits kept aside."""
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "bench")
     from precision import KINDS, digits
 
