@@ -340,3 +340,73 @@ def dump_plan(plan: Plan) -> str:
 def plan_schema() -> str:
     """The JSON schema of ``plan.json``, as published in ``docs/plan.schema.json``."""
     return json.dumps(Plan.model_json_schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+class _StrictTable(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+_IndexFile = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+\.safetensors$")]  # of the checkpoint's own folder
+_Count = Annotated[int, Field(ge=0, lt=2**62)]
+
+
+class _IndexEntry(_StrictTable):
+    dtype: str
+    shape: list[_Count]
+    file: _IndexFile
+    offset: list[_Count]
+
+
+class _Position(_StrictTable):
+    epoch: _Count
+    batch: _Count
+
+
+class _Scaling(_StrictTable):
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    good: _Count
+    skipped: _Count
+
+
+class _Best(_StrictTable):
+    metric: str
+    better: Literal["min", "max"]
+    value: float | None
+    step: _Count
+    stale: _Count
+
+
+class _Settings(BaseModel):
+    """Those that are read for what they say; the others are compared with those of the next run."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    best: _Best | None = None
+
+
+class _Index(_StrictTable):
+    """``index.json`` as it must be, whoever wrote it: a checksum tells of damage, not of intent."""
+
+    version: Literal[1]
+    fingerprint: str
+    step: _Count
+    serial: _Count
+    seed: Annotated[int, Field(ge=0, lt=2**31)] | None
+    position: _Position
+    settings: _Settings
+    scaling: _Scaling | None = None
+    parameters: dict[str, _IndexEntry]
+    optimizer: dict[str, dict[str, _IndexEntry]]
+    files: dict[_IndexFile, str]
+
+
+def index_problem(index: object) -> str | None:
+    """What is wrong with a checkpoint's ``index.json``, without its checksum: the first field; None if all is well."""
+    try:
+        _Index.model_validate(index)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"{describe_location(first['loc'])}: {first['msg']}"
+    return None

@@ -71,12 +71,15 @@ def blamed(*paths: str | Path) -> Iterator[None]:
         yield
     except OrtcError:
         raise
-    except Exception:
+    except Exception as failure:
         for path in paths:
             try:
                 onnx.checker.check_model(str(path), full_check=True)
             except Exception as error:
                 raise ModelError(f"{path} is not a valid ONNX model: {str(error).strip()}") from None
+        if isinstance(failure, onnx.shape_inference.InferenceError | ir.serde.SerdeError):  # the checker does not see all
+            files = " or ".join(map(str, paths))
+            raise ModelError(f"{files} has shapes or attributes that do not fit each other: {_innermost(failure)}") from failure
         raise
 
 

@@ -161,6 +161,8 @@ def test_what_fails_on_an_invalid_model_is_told_to_be_the_models_fault(tmp_path:
         raise IndexError
     with pytest.raises(IndexError), blamed(tmp_path / "good.onnx"):
         raise IndexError
+    with pytest.raises(ModelError, match="do not fit each other: 3 and 4"), blamed(tmp_path / "good.onnx"):
+        raise onnx.shape_inference.InferenceError("3 and 4")
 
 
 @pytest.mark.parametrize(

@@ -44,14 +44,12 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ortc.errors import CheckpointError
-from ortc.plan import ParameterInfo, Plan
-from ortc.recipe import describe_location
+from ortc.plan import ParameterInfo, Plan, index_problem
 from ortc.runtime.batch import numpy_type
 from ortc.runtime.messages import tell
 from ortc.runtime.stage import StateKey
@@ -62,63 +60,6 @@ if TYPE_CHECKING:
 
 CHECKPOINT_VERSION = 1
 PARAMETERS, OPTIMIZER, INDEX = "parameters.safetensors", "optimizer.safetensors", "index.json"
-
-
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-_File = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+\.safetensors$")]  # of the checkpoint's own folder
-_Count = Annotated[int, Field(ge=0, lt=2**62)]
-
-
-class _Entry(_Table):
-    dtype: str
-    shape: list[_Count]
-    file: _File
-    offset: list[_Count]
-
-
-class _Position(_Table):
-    epoch: _Count
-    batch: _Count
-
-
-class _Scaling(_Table):
-    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    good: _Count
-    skipped: _Count
-
-
-class _Best(_Table):
-    metric: str
-    better: Literal["min", "max"]
-    value: float | None
-    step: _Count
-    stale: _Count
-
-
-class _Settings(BaseModel):
-    """Those that are read for what they say; the others are compared with those of the next run."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-    best: _Best | None = None
-
-
-class _Index(_Table):
-    """``index.json`` as it must be, whoever wrote it: a checksum tells of damage, not of intent."""
-
-    version: Literal[1]
-    fingerprint: str
-    step: _Count
-    serial: _Count
-    seed: Annotated[int, Field(ge=0, lt=2**31)] | None
-    position: _Position
-    settings: _Settings
-    scaling: _Scaling | None = None
-    parameters: dict[str, _Entry]
-    optimizer: dict[str, dict[str, _Entry]]
-    files: dict[_File, str]
 
 
 class Damaged(CheckpointError):
@@ -568,11 +509,9 @@ def read_index(folder: Path) -> dict[str, Any]:
         raise Damaged(f"checkpoint {folder} is damaged: {INDEX} was changed")
     if index.get("version") != CHECKPOINT_VERSION:
         raise CheckpointError(f"{folder} has checkpoint version {index.get('version')!r}, this ortc reads {CHECKPOINT_VERSION}")
-    try:
-        _Index.model_validate(index)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise Damaged(f"checkpoint {folder} is damaged: {INDEX}: {describe_location(first['loc'])}: {first['msg']}") from None
+    problem = index_problem(index)
+    if problem:
+        raise Damaged(f"checkpoint {folder} is damaged: {INDEX}: {problem}")
     return index
 
 
