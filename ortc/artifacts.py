@@ -25,7 +25,7 @@ from ortc.rules import import_file, load_declarations
 from ortc.runtime.checkpoint import file_hash, write_index
 from ortc.runtime.ort_checkpoint import Source, source, write_checkpoint
 from ortc.snapshots import Snapshots
-from ortc.source import load_model, write_safetensors
+from ortc.source import blamed, load_model, write_safetensors
 from ortc.target import load_target
 
 STAGE_PHASES = ("train", "forward", "backward", "backward_input", "backward_weight", "eval", "optimizer")
@@ -108,7 +108,7 @@ def compile(
     recipe = recipe or Recipe()
     target = Path(output)
     check_output(target, force)
-    with paused_gc():
+    with paused_gc(), blamed(model):
         compilation = compile_graphs(load_model(model), recipe, rules, None, save_intermediate)
         return write_folder(compilation, Path(model).name, target, force)
 
@@ -140,7 +140,7 @@ def compile_stages(
     divided = with_stages(recipe, len(models), f"the {len(models)} models are the stages", assign)
     target = Path(output)
     check_output(target, force)
-    with paused_gc():
+    with paused_gc(), blamed(*models):
         load_rules(rules)  # joining infers shapes, for which it asks the lowerings
         stages = Stages(models, connections)
         model, warnings = join(stages.models, stages.files)

@@ -437,7 +437,10 @@ def export_weights(
 def export(
     folder: Folder,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE.onnx")],
-    data: Annotated[str | None, typer.Option(help="data to check the export on; default: made up")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="data to check the export on; default: the last run's, if it is there, else made up")
+    ] = None,
+    rename: DataRenames = None,
     adapters: Annotated[
         Path | None,
         typer.Option(metavar="FILE.onnx_adapter", help="write the adapters (--lora) apart; the model takes them as inputs"),
@@ -450,7 +453,8 @@ def export(
     from ortc.runtime.trainer import Trainer
 
     with Trainer(folder, restore=restore) as trainer:
-        result = trainer.export(output, data=data, force=force, adapters=adapters, raw=raw)
+        names = dict(_named(text, "--rename") for text in rename or ())
+        result = trainer.export(output, data=data, force=force, adapters=adapters, raw=raw, rename=names)
     print(result)
 
 

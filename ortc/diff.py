@@ -22,7 +22,7 @@ from ortc.graph.shapes import dims, type_name
 from ortc.match import Matching, attribute_key, match_graphs
 from ortc.plan import GraphFile, Plan, load_plan
 from ortc.runtime.checkpoint import read_index
-from ortc.source import load_model, read_model, read_safetensors_header
+from ortc.source import blamed, load_model, read_model, read_safetensors_header
 
 Kind = Literal["-", "+", "~"]
 
@@ -118,7 +118,8 @@ def diff(a: Path, b: Path) -> Difference:
         if a.is_dir():
             return _diff_folders(a, b)
         difference = Difference()
-        _diff_into(difference, "", load_model(a), load_model(b))
+        with blamed(a, b):
+            _diff_into(difference, "", load_model(a), load_model(b))
         return difference
 
 

@@ -21,11 +21,12 @@ from rich.table import Table
 
 from ortc.artifacts import compile
 from ortc.compiler import matches
-from ortc.errors import DataError, OrtcError, RecipeError
+from ortc.errors import OrtcError, RecipeError
 from ortc.graph.unused import remove_unused
 from ortc.plan import Port
 from ortc.recipe import Recipe, unfused
 from ortc.runtime.batch import Batch, key, numpy_type, synthetic_batch
+from ortc.runtime.data import read_npz
 from ortc.runtime.trainer import Trainer
 
 # Of finite differences: errors of order STEP² and 1e-16/STEP are both far below every tolerance.
@@ -80,7 +81,7 @@ def write_gradients(
     """
     if output.exists() and not force:
         raise OrtcError(f"{output} exists already; choose another name, or --force to replace it")
-    batch = load_batch(data)
+    batch = read_npz(data)
     with compiled(model, unfused(recipe), rules) as trainer:
         loss, gradients = trainer.gradients(batch)
     if "loss" in gradients:
@@ -113,7 +114,7 @@ def check_gradients(
         OrtcError: for a mistake in the model, the recipe or the data; if the forward graph has an operator that ONNX's
             reference evaluator lacks; or if its loss is not ONNX Runtime's.
     """
-    given = load_batch(data) if data else None
+    given = read_npz(data) if data else None
     with compiled(model, unfused(recipe), rules) as trainer:
         batch = trainer.inputs.fit(synthetic_batch(trainer.inputs.ports) if given is None else given)
         loss, gradients = trainer.gradients(batch)
@@ -258,7 +259,7 @@ def _fed(port: Port, batch: Batch, trainer: Trainer) -> np.ndarray:
     if port.role in ("parameter", "buffer"):
         return trainer.parameters[key(port)]
     if port.role == "gradient":  # what it is added to
-        return np.zeros([int(d) for d in port.shape or ()], numpy_type(port.dtype, port.name))
+        return np.zeros_like(trainer.parameters[key(port)], numpy_type(port.dtype, port.name))
     counters = {"seed": trainer.seed, "step": trainer.step_number + 1, "micro_batch": 0}
     return np.asarray(counters[key(port)], port.dtype)
 
@@ -304,24 +305,6 @@ def compiled(model: Path, recipe: Recipe, rules: Sequence[Path] = (), threads: i
         compile(model, Path(folder) / "stages", recipe, rules=rules)
         with Trainer(Path(folder) / "stages", threads=threads) as trainer:
             yield trainer
-
-
-def load_batch(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of an ``.npz``; pickled objects are refused."""
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: _array(archive, name, path) for name in archive.files}
-    except FileNotFoundError:
-        raise DataError(f"there is no file {path}") from None
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(f"{path} is not a usable .npz of plain arrays: {error}") from None
-
-
-def _array(archive: Mapping[str, np.ndarray], name: str, path: Path) -> np.ndarray:
-    try:
-        return archive[name]
-    except ValueError as error:
-        raise DataError(f"{path}: {name!r} is not an array of plain numbers: {error}") from None
 
 
 def _save(path: Path, arrays: dict[str, np.ndarray]) -> None:

@@ -30,7 +30,7 @@ def inspect_model(path: Path, recipe: Recipe, rules: Sequence[Path] = ()) -> Non
     from ortc.artifacts import load_rules
     from ortc.compiler import Compilation, run_passes
     from ortc.passes.parameters import DecideTraining
-    from ortc.source import load_model
+    from ortc.source import blamed, load_model
     from ortc.target import load_target
 
     load_rules(rules)
@@ -39,7 +39,8 @@ def inspect_model(path: Path, recipe: Recipe, rules: Sequence[Path] = ()) -> Non
     until = next(i for i, step in enumerate(steps) if isinstance(step, DecideTraining))
     problem: OrtcError | None = None
     try:
-        run_passes(steps[: until + 1], c)
+        with blamed(path):
+            run_passes(steps[: until + 1], c)
     except OrtcError as error:
         if not c.parameters and not c.constants:
             raise

@@ -119,9 +119,10 @@ def of_model(path: str | Path) -> list[tuple[int, Operator]]:
     """
     from ortc.graph.names import all_graphs
     from ortc.passes.normalise import prepare
-    from ortc.source import load_model
+    from ortc.source import blamed, load_model
 
-    model = prepare(load_model(path))
+    with blamed(path):
+        model = prepare(load_model(path))
     counts = Counter((n.domain, n.op_type) for g in all_graphs(model.graph) for n in g)
     known = {o.name: o for o in operators()}
     rows = [(n, known.get(_label(key)) or Operator(_label(key), (), UNKNOWN, (), "", (), "")) for key, n in counts.items()]

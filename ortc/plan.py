@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ortc.errors import PlanError
 from ortc.recipe import Recipe, describe_location
@@ -60,19 +60,18 @@ class Port(_Table):
     stages: list[int] | None = Field(None, description="of a boundary: the stages at the other end")
 
 
+def _inside(value: str) -> str:
+    parts = value.replace("\\", "/").split("/")
+    if ".." in parts or value.startswith(("/", "\\")) or ":" in parts[0] or "\0" in value:
+        raise ValueError("the path must stay inside the folder")
+    return value
+
+
 class File(_Table):
     """A file of the folder."""
 
-    file: str = Field(description="path relative to the plan, with forward slashes")
+    file: Annotated[str, AfterValidator(_inside)] = Field(description="path relative to the plan, with forward slashes")
     sha256: str
-
-    @field_validator("file")
-    @classmethod
-    def _stays_inside(cls, value: str) -> str:
-        parts = value.replace("\\", "/").split("/")
-        if ".." in parts or value.startswith(("/", "\\")) or ":" in parts[0]:
-            raise ValueError("the path must stay inside the folder")
-        return value
 
 
 class PhaseMemory(_Table):
@@ -98,7 +97,7 @@ class ParameterInfo(_Table):
     name: str
     role: Literal["parameter", "buffer"]
     dtype: str
-    shape: list[int]
+    shape: list[Annotated[int, Field(ge=0, lt=2**62)]]
     trainable: bool
     reason: str = Field(description="why it trains, or why not")
     group: int | None = Field(None, description="index into recipe.groups, if one matched")
@@ -268,10 +267,19 @@ class Plan(_Table):
     adapter_export: GraphFile | None = Field(None, description="with adapters: the inference model that takes them as inputs")
     criterion: GraphFile = Field(description="the loss alone: from the model's outputs and the labels")
     artifacts: list[File] = Field(default_factory=list, description="files in other layouts, which the runtime does not read")
-    checkpoint: str = Field("checkpoint", description="folder of the checkpoints, step-0 is the initial one")
+    checkpoint: Annotated[str, AfterValidator(_inside)] = Field(
+        "checkpoint", description="folder of the checkpoints, relative to the plan; step-0 is the initial one"
+    )
     rewrites: list[RewriteInfo] = Field(default_factory=list, description="what the fusions did")
     warnings: list[str] = Field(default_factory=list)
     history: list[PassRun] = Field(default_factory=list, description="the passes, in order; of stages joined later none")
+
+    @field_validator("stages")
+    @classmethod
+    def _are_counted(cls, stages: list[Stage]) -> list[Stage]:
+        if not stages or [stage.index for stage in stages] != list(range(len(stages))):
+            raise ValueError("there must be stages, with the indices 0, 1, … in order")
+        return stages
 
     def identity(self) -> str:
         """A hash of the whole plan: ranks that work together have the same."""
@@ -332,3 +340,73 @@ def dump_plan(plan: Plan) -> str:
 def plan_schema() -> str:
     """The JSON schema of ``plan.json``, as published in ``docs/plan.schema.json``."""
     return json.dumps(Plan.model_json_schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+class _StrictTable(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+_IndexFile = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+\.safetensors$")]  # of the checkpoint's own folder
+_Count = Annotated[int, Field(ge=0, lt=2**62)]
+
+
+class _IndexEntry(_StrictTable):
+    dtype: str
+    shape: list[_Count]
+    file: _IndexFile
+    offset: list[_Count]
+
+
+class _Position(_StrictTable):
+    epoch: _Count
+    batch: _Count
+
+
+class _Scaling(_StrictTable):
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    good: _Count
+    skipped: _Count
+
+
+class _Best(_StrictTable):
+    metric: str
+    better: Literal["min", "max"]
+    value: float | None
+    step: _Count
+    stale: _Count
+
+
+class _Settings(BaseModel):
+    """Those that are read for what they say; the others are compared with those of the next run."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    best: _Best | None = None
+
+
+class _Index(_StrictTable):
+    """``index.json`` as it must be, whoever wrote it: a checksum tells of damage, not of intent."""
+
+    version: Literal[1]
+    fingerprint: str
+    step: _Count
+    serial: _Count
+    seed: Annotated[int, Field(ge=0, lt=2**31)] | None
+    position: _Position
+    settings: _Settings
+    scaling: _Scaling | None = None
+    parameters: dict[str, _IndexEntry]
+    optimizer: dict[str, dict[str, _IndexEntry]]
+    files: dict[_IndexFile, str]
+
+
+def index_problem(index: object) -> str | None:
+    """What is wrong with a checkpoint's ``index.json``, without its checksum: the first field; None if all is well."""
+    try:
+        _Index.model_validate(index)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"{describe_location(first['loc'])}: {first['msg']}"
+    return None

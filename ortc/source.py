@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -15,7 +16,7 @@ import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
-from ortc.errors import CheckpointError, ModelError
+from ortc.errors import CheckpointError, ModelError, OrtcError
 from ortc.graph.names import all_graphs
 
 # It warns of what is read and made nowhere, which is an error here, and right in a template without its weights.
@@ -57,6 +58,29 @@ def load_model(path: str | Path) -> ir.Model:
         raise ModelError(f"{path} has no outputs: there is nothing to train towards")
     _check_closed(Path(path), model)
     return model
+
+
+@contextlib.contextmanager
+def blamed(*paths: str | Path) -> Iterator[None]:
+    """What is done with models: if it fails as it never should, and one of them is no valid ONNX, that is what is told.
+
+    Raises:
+        ModelError: likewise.
+    """
+    try:
+        yield
+    except OrtcError:
+        raise
+    except Exception as failure:
+        for path in paths:
+            try:
+                onnx.checker.check_model(str(path), full_check=True)
+            except Exception as error:
+                raise ModelError(f"{path} is not a valid ONNX model: {str(error).strip()}") from None
+        if isinstance(failure, onnx.shape_inference.InferenceError | ir.serde.SerdeError):  # the checker does not see all
+            files = " or ".join(map(str, paths))
+            raise ModelError(f"{files} has shapes or attributes that do not fit each other: {_innermost(failure)}") from failure
+        raise
 
 
 def read_model(path: str | Path) -> ir.Model:
@@ -199,6 +223,12 @@ def _check_tensors(path: Path, model: ir.Model) -> None:
             _check_external(path, folder, what, tensor)
         elif isinstance(tensor, ir.TensorProtoTensor) and tensor.raw.HasField("raw_data"):
             _check_size(path, what, tensor, len(tensor.raw.raw_data))
+        elif isinstance(tensor, ir.TensorProtoTensor) and tensor.dtype != ir.DataType.STRING:
+            try:  # numbers one by one, as few files have them for much
+                size = len(tensor.tobytes())
+            except Exception as error:
+                raise ModelError(f"{path} is damaged: {what} has not the data that its type and shape need: {error}") from None
+            _check_size(path, what, tensor, size)
 
 
 def _check_external(path: Path, folder: Path, what: str, tensor: ir.ExternalTensor) -> None:

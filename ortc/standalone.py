@@ -15,7 +15,7 @@ from ortc.compiler import OF, ROLE, Compilation, Pass, of, paused_gc, role, run_
 from ortc.errors import OrtcError, RecipeError
 from ortc.recipe import Recipe
 from ortc.runtime.export import LARGEST_FILE
-from ortc.source import load_model
+from ortc.source import blamed, load_model
 from ortc.target import load_target
 
 
@@ -58,7 +58,7 @@ def rewrite_model(
     recipe = recipe or Recipe()
     steps = [step for step in standard() if step.name in (*NORMAL_FORM, *names)]
     everything_on = recipe.model_copy(update={"passes": recipe.passes.model_copy(update={"on": _optional(steps), "off": []})})
-    with paused_gc():
+    with paused_gc(), blamed(model):
         c = run_passes(steps, Compilation(load_model(model), everything_on, load_target(recipe.target)), alone=True)
         _restore_weights(c)
         _write(c.model, path)

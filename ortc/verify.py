@@ -29,13 +29,14 @@ from ortc import __version__
 from ortc.artifacts import load_rules
 from ortc.compiler import SLOT, Compilation, Pass, of, role, run_passes, stages_of
 from ortc.diff import printable
-from ortc.errors import ModelError, NotFiniteError, OrtcError
-from ortc.grad import TOLERANCES, VANISHING, compiled, difference, load_batch, narrowest
+from ortc.errors import DataError, ModelError, NotFiniteError, OrtcError
+from ortc.grad import TOLERANCES, VANISHING, compiled, difference, narrowest
 from ortc.graph.cut import carve, needed
 from ortc.graph.shapes import dims
 from ortc.plan import Plan, fingerprint
 from ortc.recipe import Recipe, unfused
 from ortc.runtime.batch import Batch, key, synthetic_batch
+from ortc.runtime.data import read_npz
 from ortc.runtime.export import export_model
 from ortc.runtime.parts import parts_of
 from ortc.runtime.stage import Part, open_session
@@ -116,13 +117,17 @@ def verify(
         tempfile.TemporaryDirectory(prefix="ortc-verify-") as aside,
         Trainer(folder, restore="none", threads=threads) as trainer,
     ):
-        given = load_batch(data) if data else None
+        given = read_npz(data) if data else None
         plan, parameters = trainer.plan, dict(trainer.parameters)
         batch = given if given is not None else _made_up(trainer)
         parts = parts_of(batch, trainer.micro_batches, trainer.inputs, plan.losses, plan.recipe.pipeline.divided)
         exported = Path(aside) / "exported.onnx"
         export_model(plan.export, folder, parameters, exported)
-        outputs = trainer.evaluate(parts[0].batch).outputs
+        try:
+            outputs = trainer.evaluate(parts[0].batch).outputs
+        except DataError as error:
+            hint = "" if data else " (the batch was made up: give one with --data BATCH.npz)"
+            raise DataError(f"{error}{hint}") from None
         checks = [_forward(trainer, exported, parts[0], outputs, threads)]
         source = model or exported
         checks += _gradients(trainer, source, batch, parts, parameters, threads, own=model is not None)

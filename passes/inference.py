@@ -649,6 +649,10 @@ def _concat_dims(inference: ShapeInference, node: ir.Node) -> None:
     shape = [max(c, key=lambda d: (isinstance(d, int), d is not None)) for c in columns]
     if shape:
         axis = _attribute(node, "axis", 0)
+        if not -len(columns) <= axis < len(columns):
+            raise ModelError(
+                f"node {node.name!r} (Concat) cannot be right: axis {axis} of inputs with {len(columns)} dimensions"
+            )
         total: Dim = 0
         for d in columns[axis]:
             total = _arithmetic("+", total, d)

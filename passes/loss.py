@@ -6,6 +6,7 @@ A loss is ``f(op, output, labels, *, options…) -> scalar``. Its keyword parame
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -212,7 +213,21 @@ def _options_checked(term: LossTerm) -> Callable[[Any, ir.Value, ir.Value], ir.V
     if unknown:
         known = ", ".join(declared.options)
         raise RecipeError(f"loss {term.name}: there is no option {unknown[0]!r}; there are {known}")
+    for option, value in term.options.items():
+        default = declared.options[option]
+        if not _fits(value, default):
+            wanted = "numbers" if default is None else f"a {type(default).__name__}"
+            raise RecipeError(f"loss {term.name}: {option} must be {wanted}, not {value!r}")
     return lambda op, output, labels: declared.function(op, output, labels, **term.options)
+
+
+def _fits(value: Any, default: Any) -> bool:
+    """Whether an option is of its default's type; those without one are numbers, or lists of them."""
+    if default is None:
+        return value is None or all(_fits(v, 0.0) for v in (value if isinstance(value, list) else [value]))
+    if isinstance(default, float):
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return type(value) is type(default)
 
 
 def _resolve(term: LossTerm, outputs: dict[str, ir.Value]) -> LossTerm:

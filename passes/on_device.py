@@ -262,6 +262,8 @@ def _slots(c: Compilation, declared: Declared, info: ParameterInfo) -> list[str]
     state = State(op, p)
     with op.scope("aside"):
         updated(op, declared, c, info, p, g, state, Scalars(op, step, lr))
+    if c.recipe.optimizer.ema is not None:
+        raise _refuse("has no moving average of the weights: leave out optimizer.ema (--ema)")
     if len(state.now) > 2 or any(v.shape != p.shape for v in state.now.values()):
         raise _refuse(
             f"keeps at most two values for each element of a parameter, optimizer {declared.name} with these options keeps "

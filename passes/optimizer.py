@@ -406,18 +406,19 @@ def state_slots(c: Compilation) -> float:
     declared, states, elements = checked_optimizer(c), 0.0, 0
     trained = [info for info in c.parameters if info.trainable]
     for shape, count in Counter(tuple(info.shape) for info in trained).items():
-        states += count * sum(_bytes(v) for v in _aside(c, declared, trained[0], shape) if role(v) == "state") / 4
+        states += count * sum(_bytes(v) for v in _aside(c, declared, trained[0], shape).outputs if role(v) == "state") / 4
         elements += count * math.prod(shape)
     slots = states / max(elements, 1)
     return slots / c.recipe.pipeline.replicas if c.recipe.pipeline.zero else slots
 
 
-def _aside(c: Compilation, declared: Declared, info: ParameterInfo, shape: tuple[int, ...]) -> list[ir.Value]:
-    """What the update of a parameter of this shape gives, built in a graph of its own."""
+def _aside(c: Compilation, declared: Declared, info: ParameterInfo, shape: tuple[int, ...]) -> ir.Graph:
+    """The update of a parameter of this shape, in a graph of its own."""
     op = Builder(new_graph("aside", c.target.opset, c.target.ir_version).graph)
     like = ir.Value(name=info.name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(shape))
     own = info.model_copy(update={"shape": list(shape)})
-    return _update(op, declared, c, own, like, _scalars(op, clipped=_clips(c)), chunked=False)
+    op.graph.outputs.extend(_update(op, declared, c, own, like, _scalars(op, clipped=_clips(c)), chunked=False))
+    return op.graph
 
 
 def _clips(c: Compilation) -> bool:
@@ -426,9 +427,9 @@ def _clips(c: Compilation) -> bool:
 
 def _gains_by_chunks(c: Compilation, declared: Declared, info: ParameterInfo) -> bool:
     """Whether the update makes several passes over a large parameter, and keeps state: chunks of less are slower."""
-    made = _aside(c, declared, info, (1,))
-    passes = [node for node in made[0].producer().graph if any(v.shape != ir.Shape(()) for v in node.outputs)]
-    return declared.elementwise and len(passes) > 1 and any(role(v) == "state" for v in made)
+    update = _aside(c, declared, info, (1,))
+    passes = [node for node in update if any(v.shape != ir.Shape(()) for v in node.outputs)]
+    return declared.elementwise and len(passes) > 1 and any(role(v) == "state" for v in update.outputs)
 
 
 def _optimizer(c: Compilation, declared: Declared, held: list[tuple[ParameterInfo, ir.Value]]) -> ir.Model:
@@ -525,7 +526,7 @@ def updated(
             own = replace(scalars, lr=scalars.lr * lr_scale, exact_lr=None)
     g = clipped(op, c, g, scalars)
     own = replace(own, gradient_scale=None)
-    kernels = [k for operator, k in declared.kernels.items() if c.target.keeps(*op_key(operator), p.dtype.numpy().name)]
+    kernels = [k for operator, k in declared.kernels.items() if c.target.keeps(*op_key(operator), info.dtype)]
     made = (f(op, p, g, state, own, **options) for f in (*kernels, declared.function))
     new = next(value for value in made if value is not None)
     if c.recipe.optimizer.ema is not None:

@@ -48,6 +48,7 @@ class CutStages(Pass):
         places: dict[str, tuple[int, ...]] = {}
         for node, stage in found.stage_of.items():
             places[node.name or ""] = tuple(sorted(found.duplicated.get(node, {stage})))
+        _follow_readers(c.graph, evaluation.graph, places)
         c.costs = [_costs(row, count) for row, count in zip(found.table, in_flight(schedule), strict=True)]
         c.stages = [{} for _ in range(pipeline.stages)]
         c.sizes = {**named_sizes(c.graph, found.shapes), **assumed_sizes(c)}  # a stage's inputs may have any of them
@@ -127,6 +128,27 @@ def _costs(row: StageRow, in_flight: int) -> StageCosts:
         in_flight=in_flight,
         boundary_bytes=row.memory.boundary,
     )
+
+
+def _follow_readers(graph: ir.Graph, evaluation: ir.Graph, places: dict[str, tuple[int, ...]]) -> None:
+    """What training makes of parameters alone and evaluation does not (a weight's cast) is in every stage that reads it.
+
+    Evaluation reads the weight there, so the stage holds it: then it has its gradient too, and a tied one's are summed.
+    """
+    theirs = {node.name for node in evaluation}
+    readers: dict[ir.Node, set[int]] = {}
+    for node in graph:
+        sources = [(v, v.producer()) for v in read_by(node)]
+        follows = all(p in readers if p is not None else role(v) == "parameter" for v, p in sources)
+        if sources and follows and node.name not in theirs:
+            readers[node] = set()
+    for node in reversed(graph):
+        if readers.get(node):
+            places[node.name or ""] = tuple(sorted(readers[node]))
+        for value in read_by(node):
+            producer = value.producer()
+            if producer in readers:
+                readers[producer].update(places[node.name or ""])
 
 
 def _by_inputs(graph: ir.Graph, places: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

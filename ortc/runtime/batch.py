@@ -36,9 +36,12 @@ def numpy_type(text: str, name: str) -> np.dtype:
             import ml_dtypes
 
             return np.dtype(ml_dtypes.bfloat16)
-        return np.dtype(text)
-    except (TypeError, ImportError):
+        dtype = np.dtype(text)
+    except (TypeError, ValueError, SyntaxError, ImportError):
         raise OrtcError(f"{name!r} has type {text}, which this runtime cannot hold yet") from None
+    if dtype.kind not in "biufc":
+        raise OrtcError(f"{name!r} has type {text}, which is none of numbers")
+    return dtype
 
 
 def aligned_zeros(shape: Sequence[int], dtype: np.dtype | str) -> np.ndarray:

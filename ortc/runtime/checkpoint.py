@@ -49,7 +49,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortc.errors import CheckpointError
-from ortc.plan import ParameterInfo, Plan
+from ortc.plan import ParameterInfo, Plan, index_problem
 from ortc.runtime.batch import numpy_type
 from ortc.runtime.messages import tell
 from ortc.runtime.stage import StateKey
@@ -389,14 +389,21 @@ def load(root: Path, plan: Plan, which: str | Path) -> tuple[Path, Progress, dic
         raise CheckpointError(f"{which} is no checkpoint but a file of weights; give the folder of one")
     folder = _choose(root, plan, which)
     index = read_index(folder)
-    values = {p.name: np.empty(p.shape, numpy_type(p.dtype, p.name)) for p in plan.parameters}
+    values = {p.name: _room(p.name, p.shape, p.dtype) for p in plan.parameters}
     states = {
-        (name, slot): np.empty(entry["shape"], numpy_type(entry["dtype"], name))
+        (name, slot): _room(name, entry["shape"], entry["dtype"])
         for name, slots in index["optimizer"].items()
         for slot, entry in slots.items()
     }
     _load(folder, index, values, states)
     return folder, _progress(index), values, states
+
+
+def _room(name: str, shape: Sequence[int], dtype: str) -> np.ndarray:
+    try:
+        return np.empty(shape, numpy_type(dtype, name))
+    except (ValueError, MemoryError):
+        raise CheckpointError(f"{name!r} is said to have the shape {list(shape)}, which does not fit into memory") from None
 
 
 def _progress(index: dict[str, Any]) -> Progress:
@@ -500,8 +507,11 @@ def read_index(folder: Path) -> dict[str, Any]:
         raise Damaged(f"checkpoint {folder} is damaged: {INDEX} is cut off or was changed") from None
     if checksum != _checksum(index):
         raise Damaged(f"checkpoint {folder} is damaged: {INDEX} was changed")
-    if index["version"] != CHECKPOINT_VERSION:
-        raise CheckpointError(f"{folder} has checkpoint version {index['version']!r}, this ortc reads {CHECKPOINT_VERSION}")
+    if index.get("version") != CHECKPOINT_VERSION:
+        raise CheckpointError(f"{folder} has checkpoint version {index.get('version')!r}, this ortc reads {CHECKPOINT_VERSION}")
+    problem = index_problem(index)
+    if problem:
+        raise Damaged(f"checkpoint {folder} is damaged: {INDEX}: {problem}")
     return index
 
 

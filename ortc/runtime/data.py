@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import lzma
+import math
 import os
 import queue
 import re
@@ -13,6 +15,7 @@ import sys
 import tempfile
 import threading
 import zipfile
+import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -22,7 +25,7 @@ from numpy.lib import format as npy
 
 from ortc.errors import DataError
 from ortc.runtime.batch import Batch, BatchCheck, aligned_zeros
-from ortc.runtime.tables import is_dataset, read_dataset, read_parquet
+from ortc.runtime.tables import first_line, is_dataset, read_dataset, read_parquet
 
 
 class Arrays:
@@ -129,7 +132,7 @@ def open_data(source: str | Path, inputs: BatchCheck, rename: Mapping[str, str] 
     if path.is_dir():
         return Arrays([_select(_renamed(shard, names, file), inputs, file) for file, shard in _open_folder(path)], str(path))
     if path.is_file():
-        shards = read_parquet(path) if path.suffix == ".parquet" else [_map_npz(path)]
+        shards = read_parquet(path) if path.suffix == ".parquet" else [read_npz(path)]
         return Arrays([_select(_renamed(shard, names, path), inputs, path) for shard in shards], str(path))
     if re.fullmatch(r"[\w.]+:\w+", str(source)):
         return Generated(_import_function(str(source)), str(source), names)
@@ -188,14 +191,14 @@ def prefetched(items: Iterator[_T], ahead: int = 2) -> Generator[_T, None, None]
         thread.join(timeout=5)  # what the data does there may take longer than anybody waits
 
 
-def first_batch(source: str | Path, inputs: BatchCheck) -> Batch:
+def first_batch(source: str | Path, inputs: BatchCheck, rename: Mapping[str, str] | None = None) -> Batch:
     """The first batch of the data, in stored order, to try something on.
 
     Raises:
         DataError: as :func:`open_data`, or there is none.
     """
     size = inputs.fixed_batch_size() or 32
-    for batch in open_data(source, inputs).batches(0, seed=None, batch_size=size, drop_last=False):
+    for batch in open_data(source, inputs, rename).batches(0, seed=None, batch_size=size, drop_last=False):
         return batch
     raise DataError(f"{source} yields no batch")
 
@@ -222,7 +225,7 @@ def _open_folder(folder: Path) -> list[tuple[Path, dict[str, np.ndarray]]]:
     if there == ["npy"]:
         return [(folder, {p.stem: _map_npy(p) for p in files["npy"]})]
     if there == ["npz"]:
-        return [(p, _map_npz(p)) for p in files["npz"]]
+        return [(p, read_npz(p)) for p in files["npz"]]
     return [(p, shard) for p in files["parquet"] for shard in read_parquet(p)]
 
 
@@ -250,15 +253,24 @@ def _map_npy(path: Path) -> np.ndarray:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def _map_npz(path: Path) -> dict[str, np.ndarray]:
+def read_npz(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an ``.npz``, mapped; pickled objects are refused, unread.
+
+    Raises:
+        DataError: it is none, is damaged, or holds more than plain numbers.
+    """
     try:
         with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
             members = [m for m in archive.infolist() if m.filename.endswith(".npy")]
             return {m.filename[:-4]: _map_member(archive, m, file, f"{path}: {m.filename[:-4]!r}") for m in members}
+    except FileNotFoundError:
+        raise DataError(f"there is no file {path}") from None
     except zipfile.BadZipFile:
         raise DataError(f"{path} is not an .npz file, or it is cut off") from None
     except (OSError, RuntimeError, NotImplementedError) as error:  # the latter two: encrypted, unknown compression
-        raise DataError(f"cannot read {path}: {error}") from None
+        raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    except (zlib.error, lzma.LZMAError, EOFError, ValueError, OverflowError) as error:
+        raise DataError(f"{path} is damaged: {error or 'it is cut off'}") from None
 
 
 def _map_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: BinaryIO, what: str) -> np.ndarray:
@@ -281,16 +293,20 @@ def _map(file: BinaryIO, what: str) -> np.ndarray:
         version = npy.read_magic(file)
         read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
         shape, fortran, dtype = read_header(file)
-    except (ValueError, KeyError) as error:
-        raise DataError(f"{what} is not a plain array: {error}") from None
+    except Exception as error:  # the header is Python's text: whatever reading it raises, it is no array's
+        raise DataError(f"{what} is not a plain array: {first_line(error)}") from None
     if dtype.hasobject or dtype.kind not in "biufc":
         raise DataError(f"{what} has type {dtype}: only plain numbers can be read, not pickled objects or text")
-    if 0 in shape:
-        return np.zeros(shape, dtype)
+    if not all(type(size) is int and 0 <= size < 2**63 for size in shape):
+        raise DataError(f"{what} is not a plain array: no array has the shape {shape}")
     try:
+        if 0 in shape:
+            return np.zeros(shape, dtype)
+        if math.prod(shape) * dtype.itemsize > os.fstat(file.fileno()).st_size:  # NumPy's own sum may overflow
+            raise ValueError
         return np.memmap(file, dtype, "r", file.tell(), shape, "F" if fortran else "C")
-    except ValueError:
-        raise DataError(f"{what} is cut off") from None
+    except (ValueError, OverflowError, MemoryError):
+        raise DataError(f"{what} is cut off, or its shape {shape} is none that can be") from None
 
 
 def _import_function(source: str) -> Callable[..., Iterator[Mapping[str, np.ndarray]]]:

@@ -8,6 +8,16 @@ from pathlib import Path
 from ortc.errors import OrtcError
 
 
+def refuse_link(path: Path) -> None:
+    """Before something is written under a name that a folder, which may be somebody else's, can hold already.
+
+    Raises:
+        OrtcError: there is a link, which would lead the writing to another place.
+    """
+    if path.is_symlink():
+        raise OrtcError(f"{path} is a link, and what is written there would land elsewhere: remove it")
+
+
 def write_text(path: Path, text: str) -> None:
     """:func:`write_bytes` of text in UTF-8."""
     write_bytes(path, text.encode())

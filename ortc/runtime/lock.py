@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO
 
 from ortc.errors import OrtcError
+from ortc.runtime.files import refuse_link
 
 
 def lock_folder(folder: Path) -> IO[str]:
@@ -16,6 +17,7 @@ def lock_folder(folder: Path) -> IO[str]:
         OrtcError: if another run holds it, or the folder cannot be written.
     """
     path = folder / ".lock"
+    refuse_link(path)
     try:
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  (the caller closes it)
     except OSError as error:

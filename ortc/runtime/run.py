@@ -25,7 +25,7 @@ from ortc.runtime.board import Board
 from ortc.runtime.data import Arrays, Data, open_data, prefetched
 from ortc.runtime.engine import make_engine, merge_traces
 from ortc.runtime.evaluation import Goal, Metric, make_metrics
-from ortc.runtime.files import write_text
+from ortc.runtime.files import refuse_link, write_text
 from ortc.runtime.lr import learning_rate
 from ortc.runtime.messages import tell
 from ortc.runtime.metrics import MetricsFile
@@ -149,6 +149,7 @@ def run(
         judged = best if best is not None else "loss" if patience is not None else None
         loop = _Loop(
             trainer=trainer,
+            rename=rename or {},
             source=os.path.abspath(data) if os.path.exists(data) else str(data),
             data=source,
             held_out=held_out,
@@ -175,6 +176,8 @@ def run(
         if loop.show == "auto":
             loop.describe(eval_data)
         path = Path(metrics) if metrics is not None else folder / "metrics.jsonl"
+        if metrics is None:
+            refuse_link(path)
         code = loop.run(path)
         if ort_profile is not None:
             told = trainer.traces()
@@ -192,6 +195,7 @@ def _learning_rate(recipe: Recipe, lr: float | None, schedule: str | None, warmu
 @dataclass
 class _Loop:
     trainer: Trainer
+    rename: Mapping[str, str]
     source: str
     data: Data
     held_out: Data | None
@@ -389,7 +393,7 @@ class _Loop:
         if trainer.step_number and self.show == "auto":
             print(f"continuing from {trainer.restored}")
         kept = {"best": before.settings["best"]} if "best" in before.settings else {}
-        return (epoch, batch), {**settings, "data": self.source, **kept}, total
+        return (epoch, batch), {**settings, "data": self.source, "rename": dict(self.rename), **kept}, total
 
     def _batches(self, position: tuple[int, int]) -> Generator[tuple[int, int, Batch, bool], None, None]:
         """Epoch, index in it, batch, and whether it is the epoch's last, without end unless an epoch is empty."""
@@ -458,6 +462,8 @@ def _due(result: StepResult, every: int | None, end_of_epoch: bool) -> bool:
 def _write_fetched(path: Path, values: Mapping[str, Sequence[np.ndarray]]) -> None:
     """Each value under its name; of several micro-batches as ``<name>/<number>``."""
     named = {f"{n}/{i}" if len(arrays) > 1 else n: a for n, arrays in values.items() for i, a in enumerate(arrays)}
+    refuse_link(path.parent)
+    refuse_link(path)
     try:
         path.parent.mkdir(exist_ok=True)
         np.savez(path, **named)  # type: ignore[arg-type]

@@ -314,7 +314,7 @@ class Stage:
         self.fetched: dict[str, dict[int, np.ndarray]] = {}
         infos = {p.name: p for p in plan.parameters}
         pipeline = plan.recipe.pipeline
-        shards = [_trained(stage, r) for r in range(pipeline.replicas)] if pipeline.zero else [_trained(stage)]
+        shards = [trained_of(stage, r) for r in range(pipeline.replicas)] if pipeline.zero else [trained_of(stage)]
         self.own = frozenset(shards[replica if pipeline.zero else 0])
         self.trained, values = _buckets([[infos[n] for n in shard] for shard in shards])
         self.reduced, gradients = _buckets([] if stage.fused else [[infos[n] for n in shard] for shard in shards])
@@ -635,7 +635,7 @@ def _kept_name(port: Port) -> str:
     return f"{key(port)} {peer(port)}" if port.role == "boundary_gradient" else key(port)
 
 
-def _trained(stage: StagePlan, replica: int | None = None) -> list[str]:
+def trained_of(stage: StagePlan, replica: int | None = None) -> list[str]:
     """The parameters that train; of a replica, those that it updates."""
     if stage.fused:
         return [key(p) for p in stage.phases["train"].outputs if p.role == "parameter"]

@@ -41,7 +41,7 @@ def read_parquet(path: Path) -> list[dict[str, np.ndarray]]:
             batches = (_columns(batch, str(path)) for batch in file.iter_batches(_ROWS))
             return [_unpacked(batches, path, file.metadata.num_rows)]
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"cannot read {path}: {_first_line(error)}") from None
+        raise DataError(f"cannot read {path}: {first_line(error)}") from None
 
 
 def is_dataset(folder: Path) -> bool:
@@ -63,7 +63,7 @@ def read_dataset(folder: Path) -> list[tuple[Path, dict[str, np.ndarray]]]:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         files = [str(entry["filename"]) for entry in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"cannot read {folder / 'state.json'}: {_first_line(error)}") from None
+        raise DataError(f"cannot read {folder / 'state.json'}: {first_line(error)}") from None
     shards = []
     for name in files:
         path = folder / name
@@ -73,7 +73,7 @@ def read_dataset(folder: Path) -> list[tuple[Path, dict[str, np.ndarray]]]:
             with arrow.memory_map(str(path)) as source:
                 found = [batch for batch in arrow.ipc.open_stream(source) if batch.num_rows]
         except (arrow.ArrowException, OSError) as error:
-            raise DataError(f"cannot read {path}: {_first_line(error)}") from None
+            raise DataError(f"cannot read {path}: {first_line(error)}") from None
         shards += [(path, _columns(batch, str(path))) for batch in found]
     if not shards:
         raise DataError(f"{folder} holds no samples")
@@ -136,5 +136,6 @@ def _unpacked(batches: Iterator[dict[str, np.ndarray]], path: Path, rows: int) -
     return made
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
     return (str(error) or type(error).__name__).splitlines()[0]

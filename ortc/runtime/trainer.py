@@ -464,6 +464,7 @@ class Trainer:
         force: bool = False,
         adapters: str | Path | None = None,
         raw: bool = False,
+        rename: Mapping[str, str] | None = None,
     ) -> Exported:
         """Write the original model with the present weights as an inference model, and check it.
 
@@ -479,13 +480,14 @@ class Trainer:
             adapters: the ``.onnx_adapter`` file for ONNX Runtime's adapter loading. The model then takes the adapters as
                 inputs, zeros by default: without the file it is the model from before the training.
             raw: write the weights themselves, not their averages.
+            rename: names in ``data`` -> names of inputs; of the last run's files its own.
 
         Raises:
             OrtcError: a file exists or cannot be written, or the losses differ; then no file is left.
         """
         self._check_intact()
         with contextlib.nullcontext() if raw else self.averaged():
-            return self._export(Path(path), data, force, None if adapters is None else Path(adapters))
+            return self._export(Path(path), data, force, None if adapters is None else Path(adapters), rename)
 
     def _check_finite(self) -> None:
         """What a fused step has made is not looked at before it is kept."""
@@ -503,9 +505,12 @@ class Trainer:
                 "nothing, and what is not finite is told"
             )
 
-    def _export(self, path: Path, data: str | Path | None, force: bool, adapters: Path | None) -> Exported:
-        data = data or _still_there(self.progress.settings.get("data"))
-        fitted = self.inputs.fit(first_batch(data, self.inputs) if data else synthetic_batch(self.inputs.ports))
+    def _export(
+        self, path: Path, data: str | Path | None, force: bool, adapters: Path | None, rename: Mapping[str, str] | None
+    ) -> Exported:
+        if data is None:
+            data, rename = _still_there(self.progress.settings)
+        fitted = self.inputs.fit(first_batch(data, self.inputs, rename) if data else synthetic_batch(self.inputs.ports))
         try:
             expected = self.evaluate(fitted).loss
         except DataError as error:
@@ -546,9 +551,11 @@ def _inputs(stage: Stage, phase: str) -> list[Port]:
     return stage.phases[phase].inputs if phase in stage.phases else []
 
 
-def _still_there(source: object) -> str | None:
-    """The data of the last run; only files: a checkpoint shall not name code to run."""
-    return source if isinstance(source, str) and Path(source).exists() else None
+def _still_there(settings: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:
+    """The data of the last run, and its names; only files: a checkpoint shall not name code to run."""
+    source, rename = settings.get("data"), settings.get("rename")
+    there = isinstance(source, str) and "\0" not in source and Path(source).exists()
+    return source if there else None, rename if isinstance(rename, dict) else {}
 
 
 def _over(array: np.ndarray, scale: float) -> np.ndarray:

@@ -15,7 +15,7 @@ from ortc.plan import GraphFile, Plan
 from ortc.runtime.batch import key
 from ortc.runtime.engine import Engine, Trace
 from ortc.runtime.schedule import Action, Schedule, make_schedule, with_transfers
-from ortc.runtime.stage import DEFAULT_ENGINE, Feed, Part, Stage, square_norm, view
+from ortc.runtime.stage import DEFAULT_ENGINE, Feed, Part, Stage, square_norm, trained_of, view
 from ortc.runtime.tensors import histogram, magnitudes
 from ortc.runtime.transport import Request, Transport
 
@@ -70,6 +70,18 @@ class Routes:
                     holders[name].append(stage.index)
         self.first = {name: stage.index for stage in reversed(plan.stages) for name in stage.parameters}
         self.tied = {name: stages for name, stages in holders.items() if len(stages) > 1}
+        self._check(plan)
+
+    def _check(self, plan: Plan) -> None:
+        """Ranks that wait for a gradient which nobody makes would wait for ever."""
+        trained = {stage.index: set(trained_of(stage)) for stage in plan.stages}
+        for name, stages in self.tied.items():
+            for s in stages:
+                if name not in trained[s]:
+                    raise PlanError(
+                        f"stages {', '.join(map(str, stages))} hold {name!r}, but stage {s} has no gradient of it, so that it "
+                        "would not be trained there: compile the model again"
+                    )
 
     @property
     def edges(self) -> set[tuple[int, int]]:
