@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from ortc.errors import PlanError
 from ortc.recipe import Recipe, describe_location
@@ -203,6 +203,13 @@ class LossInfo(_Table):
         "mean", description="over its targets; samples: the mean of parts of a batch counts their samples"
     )
     chosen: str = Field(description="why this loss: the recipe, or what was recognised")
+
+    @field_validator("class_weights")
+    @classmethod
+    def _are_one_for_each_class(cls, weights: list[float] | None, info: ValidationInfo) -> list[float] | None:
+        if weights is not None and len(weights) != info.data.get("classes"):
+            raise ValueError("there must be one for each of the classes")
+        return weights
 
 
 class RewriteInfo(_Table):

@@ -29,7 +29,7 @@ from ortc import __version__
 from ortc.artifacts import load_rules
 from ortc.compiler import SLOT, Compilation, Pass, of, role, run_passes, stages_of
 from ortc.diff import printable
-from ortc.errors import DataError, ModelError, NotFiniteError, OrtcError
+from ortc.errors import DataError, ModelError, NotFiniteError, OrtcError, PlanError
 from ortc.grad import TOLERANCES, VANISHING, compiled, difference, narrowest
 from ortc.graph.cut import carve, needed
 from ortc.graph.shapes import dims
@@ -216,6 +216,9 @@ def _made_up(trainer: Trainer) -> Batch:
 def _forward(trainer: Trainer, exported: Path, part: Part, outputs: Mapping[str, np.ndarray], threads: int | None) -> Check:
     plan = trainer.plan
     session = open_session(str(exported), "the exported model", plan.target, plan.sessions.others, threads)
+    unknown = [key(p) for p in plan.export.inputs if key(p) not in part.batch]
+    if unknown:
+        raise PlanError(f"the plan exports a model that reads {unknown[0]!r}, which nothing trains on; compile the model again")
     feeds = {p.name: part.batch[key(p)] for p in plan.export.inputs}
     try:
         values = session.run([p.name for p in plan.export.outputs], feeds)

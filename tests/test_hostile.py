@@ -22,6 +22,7 @@ from ortc.runtime.data import read_npz
 from ortc.runtime.run import run
 from ortc.runtime.trainer import Trainer
 from ortc.source import blamed
+from ortc.verify import verify
 
 MODEL = """<ir_version: 10, opset_import: ["": 21]> g (float[N,3] x) => (float[N,2] y)
     <float[3,2] w = {1,2,3,4,5,6}> { y = MatMul(x, w) }"""
@@ -49,6 +50,7 @@ def trained(folder: Path, **more: object) -> None:
         (lambda p: p.update(checkpoint="../elsewhere"), "checkpoint: .*must stay inside"),
         (lambda p: p.update(checkpoint="/tmp/elsewhere"), "checkpoint: .*must stay inside"),
         (lambda p: p["export"].update(file="x\0y"), "export.file: .*must stay inside"),
+        (lambda p: p["losses"][0].update(class_weights=[1.0]), "class_weights: .*each of the classes"),
         (lambda p: p["stages"][0].update(index=1), "stages: .*in order"),
         (lambda p: p.update(stages=[]), "stages: .*in order"),
         (lambda p: p["parameters"][0].update(shape=[2**70, 2]), "shape"),
@@ -62,6 +64,14 @@ def test_a_plan_that_leads_elsewhere_or_makes_no_sense(change: Callable[[dict], 
     (folder / "plan.json").write_text(json.dumps(plan))
     with pytest.raises(PlanError, match=says):
         load_plan(folder)
+
+
+def test_a_plan_that_exports_another_input(folder: Path):
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["export"]["inputs"][0]["name"] = "nobody"
+    (folder / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(PlanError, match="reads 'nobody'"):
+        verify(folder, folder.parent / "m.onnx")
 
 
 # ---- checkpoints -------------------------------------------------------------------------------------------------------
