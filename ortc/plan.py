@@ -207,7 +207,7 @@ class LossInfo(_Table):
     @field_validator("class_weights")
     @classmethod
     def _are_one_for_each_class(cls, weights: list[float] | None, info: ValidationInfo) -> list[float] | None:
-        if weights is not None and len(weights) != info.data.get("classes"):
+        if weights is not None and info.data.get("classes") not in (None, len(weights)):
             raise ValueError("there must be one for each of the classes")
         return weights
 
