@@ -50,7 +50,7 @@ def trained(folder: Path, **more: object) -> None:
         (lambda p: p.update(checkpoint="../elsewhere"), "checkpoint: .*must stay inside"),
         (lambda p: p.update(checkpoint="/tmp/elsewhere"), "checkpoint: .*must stay inside"),
         (lambda p: p["export"].update(file="x\0y"), "export.file: .*must stay inside"),
-        (lambda p: p["losses"][0].update(class_weights=[1.0]), "class_weights: .*each of the classes"),
+        (lambda p: p["losses"][0].update(classes=2, class_weights=[1.0]), "class_weights: .*each of the classes"),
         (lambda p: p["stages"][0].update(index=1), "stages: .*in order"),
         (lambda p: p.update(stages=[]), "stages: .*in order"),
         (lambda p: p["parameters"][0].update(shape=[2**70, 2]), "shape"),
