@@ -138,7 +138,9 @@ def compile_(
         str | None, typer.Option(metavar="fp32|bf16", help="type in which the optimizer's first moments are stored")
     ] = None,
     stages: Annotated[int | None, typer.Option(min=1, help="parts of the model, for as many pipeline ranks")] = None,
-    micro_batches: Annotated[int | None, typer.Option(min=1, help="parts of a batch; gradients add up over them")] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option("--micro-batches", "--accumulate", min=1, help="parts of a batch; gradients add up over them")
+    ] = None,
     pipeline: Annotated[
         str | None, typer.Option(metavar="NAME|FILE", help="gpipe, 1f1b, interleaved, zb-h1, or a text file with your own")
     ] = None,

@@ -528,3 +528,9 @@ def test_batch_norm_momentum_at_its_ends_warns(momentum, says, ortc):
     assert code == 0
     assert ("warning: node 'bn' (BatchNormalization) has momentum" in out) == (says is not None)
     assert says is None or says in out
+
+
+def test_accumulate_is_another_name_of_micro_batches(ortc):
+    texts = [ortc("compile", MODEL, option, 4, "--write-recipe")[1] for option in ("--accumulate", "--micro-batches")]
+    assert texts[0] == texts[1]
+    assert "micro_batches = 4" in texts[0]
