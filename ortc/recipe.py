@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ortc.errors import RecipeError
+from ortc.target import default_target
 
 RECIPE_VERSION: Final = 1
 
@@ -195,7 +196,11 @@ class Recipe(_Table):
     """Everything a compilation is told, with its defaults."""
 
     version: Literal[1] = Field(RECIPE_VERSION, description="of these fields")
-    target: str = Field("ort-training", description="the runtime that the artifacts are for")
+    target: str = Field(
+        default_factory=default_target,
+        description="the runtime that the artifacts are for; default: `onnxruntime` where a stock build is installed, else "
+        "`ort-training`",
+    )
     loss: list[LossTerm] = Field(default_factory=list, description="empty: chosen from the model's outputs")
     parameters: Parameters = Field(default_factory=Parameters, description="which weights train")
     lora: Lora | None = Field(None, description="train adapters in place of the weights")

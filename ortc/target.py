@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
-from importlib import resources
+from importlib import metadata, resources
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -53,6 +54,21 @@ def target_names() -> list[str]:
     """The declared targets."""
     folder = resources.files("ortc.passes.targets")
     return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
+
+
+# As their distributions are called. All of them are imported as onnxruntime.
+_TRAINING_BUILDS = ("onnxruntime-training-cpu", "onnxruntime-training")
+_STOCK_BUILDS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxruntime-directml")
+
+
+@cache
+def default_target() -> str:
+    """The target of the installed build of ONNX Runtime; the one with training kernels if there is none."""
+    return "onnxruntime" if _installed(_STOCK_BUILDS) and not _installed(_TRAINING_BUILDS) else "ort-training"
+
+
+def _installed(names: Iterable[str]) -> bool:
+    return any(list(metadata.distributions(name=name)) for name in names)
 
 
 @cache

@@ -16,7 +16,7 @@ called ``*.golden``, made of sections; lines before the first one are a comment:
     …
 
 ==================  ===========================================================================================
-``--- recipe``      the recipe, as in ``ortc.toml``; the defaults without one
+``--- recipe``      the recipe, as in ``ortc.toml``; the defaults without one, for the target ``ort-training``
 ``--- model``       the model as ONNX text, or ``--- model: FILE.onnx``, relative to the golden
 ``--- PHASE.onnx``  the expected graph of that phase (train, eval, optimizer, …), as :mod:`ortc.graph.text` writes it
 ==================  ===========================================================================================
@@ -57,6 +57,10 @@ _updating = pytest.StashKey[bool]()
 _config: list[pytest.Config] = []  # of the running session; the last one where pytest runs inside pytest
 
 
+# Of a golden whose recipe says none: what is installed decides nothing in it.
+TARGET = "ort-training"
+
+
 class GoldenError(Exception):
     """A golden that does not hold, or is not written as it should be."""
 
@@ -89,8 +93,9 @@ def _compiled(model: str | Path | ir.Model, recipe: Recipe | Mapping[str, Any] |
     from ortc.recipe import Recipe, parse_recipe
     from ortc.source import load_model
 
-    if not isinstance(recipe, Recipe):
-        recipe = parse_recipe(dict(recipe or {}))
+    recipe = recipe if isinstance(recipe, Recipe) else parse_recipe(dict(recipe or {}))
+    if "target" not in recipe.model_fields_set:
+        recipe = recipe.model_copy(update={"target": TARGET})
     loaded = load_model(model) if isinstance(model, str | Path) else model
     return {f"{phase}.onnx": graph_text(graph) for phase, graph in compiled_graphs(loaded, recipe).items()}
 
