@@ -69,7 +69,7 @@ def _refuse(text: str) -> RecipeError:
 def _check(c: Compilation) -> None:
     """What the layout cannot hold."""
     if c.target.name != "ort-training":
-        raise _refuse(f"runs on its training build alone: leave out --target {c.target.name}, or --artifacts")
+        raise _refuse("runs on its training build alone: add --target ort-training, or leave out --artifacts")
     if c.recipe.pipeline.divided or c.part is not None:
         raise _refuse(
             "is one graph that sees a whole batch: leave out --stages, --micro-batches and --data-parallel. (Gradients add up "

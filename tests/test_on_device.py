@@ -29,7 +29,7 @@ needs_training_build = pytest.mark.skipif(not is_there(), reason="the installed 
 
 
 def recipe(**fields) -> Recipe:
-    return parse_recipe({"artifacts": ["ort"], "learning_rate": {"base": 1e-3}, **fields})
+    return parse_recipe({"artifacts": ["ort"], "target": "ort-training", "learning_rate": {"base": 1e-3}, **fields})
 
 
 def loss_of(name: str) -> list[dict[str, str]]:
@@ -232,7 +232,7 @@ def test_training_moves_between_the_two_and_goes_on(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
-        ({"target": "onnxruntime"}, "leave out --target onnxruntime"),
+        ({"target": "onnxruntime"}, "add --target ort-training"),
         ({"pipeline": {"stages": 2}}, "leave out --stages"),
         ({"pipeline": {"micro_batches": 2}}, "--micro-batches"),
         ({"precision": {"type": "fp16"}}, "--loss-scale none"),

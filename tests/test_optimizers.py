@@ -25,7 +25,6 @@ from ortc.passes.optimizer import BuildOptimizer, state_slots
 from ortc.plan import ParameterInfo
 from ortc.recipe import parse_recipe
 from ortc.rules import OPTIMIZERS
-from ortc.target import load_target
 
 FOLDER = Path(__file__).parent / "data"
 SETTINGS = json.loads((FOLDER / "optimizers.json").read_text())
@@ -45,7 +44,7 @@ def zeros(value: ir.Value) -> np.ndarray:
 
 def compilation(shapes: dict[str, tuple[int, ...]], recipe: dict) -> Compilation:
     """A compilation that trains parameters of these shapes, up to the optimizer."""
-    target = load_target("ort-training")
+    target = TARGETS[-1]
     model = new_graph("model", target.opset, target.ir_version)
     infos = []
     for key, shape in shapes.items():
