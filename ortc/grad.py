@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from ortc.plan import Port
 from ortc.recipe import Recipe, unfused
 from ortc.runtime.batch import Batch, key, numpy_type, synthetic_batch
 from ortc.runtime.data import read_npz
+from ortc.runtime.files import replaced
 from ortc.runtime.trainer import Trainer
 
 # Of finite differences: errors of order STEP² and 1e-16/STEP are both far below every tolerance.
@@ -308,12 +308,8 @@ def compiled(model: Path, recipe: Recipe, rules: Sequence[Path] = (), threads: i
 
 
 def _save(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(aside, "wb") as file:
+        with replaced(path) as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
-        os.replace(aside, path)
     except OSError as error:
         raise OrtcError(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        aside.unlink(missing_ok=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from ortc.errors import OrtcError
 
@@ -29,14 +32,26 @@ def write_bytes(path: Path, data: bytes) -> None:
     Raises:
         OrtcError: if it cannot be written; then what was there before still is.
     """
+    try:
+        with replaced(path) as file:
+            file.write(data)
+    except OSError as error:
+        raise OrtcError(f"cannot write {path}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which takes the place of another at the end of the block, and then survives a crash.
+
+    Raises:
+        OSError: if it cannot be written; then, as after any exception in the block, what was there before still is.
+    """
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(aside, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
-    except OSError as error:
-        raise OrtcError(f"cannot write {path}: {error.strerror}") from None
     finally:
         aside.unlink(missing_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import tempfile
 import zipfile
@@ -20,6 +19,7 @@ from ortc.runtime.batch import Batch
 from ortc.runtime.checkpoint import sync_folder
 from ortc.runtime.data import Arrays, open_data, prefetched
 from ortc.runtime.engine import make_engine
+from ortc.runtime.files import replaced
 from ortc.runtime.stage import import_onnxruntime
 from ortc.runtime.trainer import Trainer
 
@@ -176,23 +176,15 @@ class Rows:
         Raises:
             OrtcError: if it cannot be written; then what was there before still is.
         """
-        aside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        try:
-            with self._told():
-                with open(aside, "wb") as file:
-                    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-                        for name, (_, shape) in self.shapes().items():
-                            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                                descr = npy.dtype_to_descr(self._like[name].dtype)
-                                npy.write_array_header_1_0(member, {"descr": descr, "fortran_order": False, "shape": shape})
-                                self._files[name].seek(0)
-                                shutil.copyfileobj(self._files[name], member, 1 << 20)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(aside, self.path)
-                sync_folder(self.path.parent)
-        finally:
-            aside.unlink(missing_ok=True)
+        with self._told():
+            with replaced(self.path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+                for name, (_, shape) in self.shapes().items():
+                    with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                        descr = npy.dtype_to_descr(self._like[name].dtype)
+                        npy.write_array_header_1_0(member, {"descr": descr, "fortran_order": False, "shape": shape})
+                        self._files[name].seek(0)
+                        shutil.copyfileobj(self._files[name], member, 1 << 20)
+            sync_folder(self.path.parent)
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:

@@ -347,8 +347,9 @@ class Stage:
         # What a step must find at zero: of a single micro-batch the gradients are written whole, but for rows of tables; where
         # there are replicas, one may have no part of a batch.
         added = {key(p) for name in TRAINING for p in _inputs(stage, name) if p.role == "gradient"}
-        self._added = [name for name in self.gradients if name in added]
-        self._all_added = pipeline.replicas > 1 or len(self._added) == len(self.gradients)
+        all_added = pipeline.replicas > 1 or added.issuperset(self.gradients)
+        some = [gradient for name, gradient in self.gradients.items() if name in added]
+        self._zeroed = [bucket.memory for bucket in self.reduced] if all_added else some
         self._kept: dict[int, dict[str, Feed]] = {}
         read_later = [p for name in BACKWARD if name in stage.phases for p in stage.phases[name].inputs]
         self._keep = {key(p) for p in read_later if p.role in ("boundary", "stash")}
@@ -358,7 +359,7 @@ class Stage:
 
     def begin(self) -> None:
         """Start a step: gradients and losses at zero, buffers as they are."""
-        for memory in [b.memory for b in self.reduced] if self._all_added else [self.gradients[n] for n in self._added]:
+        for memory in self._zeroed:
             memory[...] = 0
         self.input_gradients.clear()
         self.fetched.clear()
@@ -469,17 +470,14 @@ class Stage:
         """The loss (0 but on the last stage), the model's outputs, and values for other stages, in inference form."""
         if "eval" not in self.stage.phases:
             return 0.0, {}, {}
-        made = self._run("eval", part, arrived, {})
-        outputs = {key(p): v.numpy() for p, v in made if p.role != "boundary"}
-        return float(self._losses.get("eval", 0.0)), outputs, {key(p): v for p, v in made if p.role == "boundary"}
+        outputs, leaving = _outputs_and_leaving(self._run("eval", part, arrived, {}))
+        return float(self._losses.get("eval", 0.0)), outputs, leaving
 
     def predict(self, part: Part, arrived: Mapping[str, Feed]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """The model's outputs, and values for other stages, that ``predicting`` has."""
         if self.predicting is None:
             return {}, {}
-        made = self._run(PREDICT, part, arrived, {})
-        outputs = {key(p): v.numpy() for p, v in made if p.role != "boundary"}
-        return outputs, {key(p): v for p, v in made if p.role == "boundary"}
+        return _outputs_and_leaving(self._run(PREDICT, part, arrived, {}))
 
     def prepare_prediction(self, graph: GraphFile | None) -> None:
         """Predict with this part of the evaluation from now on."""
@@ -611,6 +609,12 @@ class Stage:
             if name not in values:
                 raise PlanError(f"{self._phase(phase).graph.file} wants the scalar {name!r}, which this runtime does not know")
             array[...] = values[name]
+
+
+def _outputs_and_leaving(made: Sequence[tuple[Port, Any]]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Of what an evaluation made, the model's outputs and the values for other stages."""
+    outputs = {key(p): v.numpy() for p, v in made if p.role != "boundary"}
+    return outputs, {key(p): v for p, v in made if p.role == "boundary"}
 
 
 def square_norm(gradient: np.ndarray) -> float:
