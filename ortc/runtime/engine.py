@@ -60,7 +60,12 @@ def make_engine(ort: Any, providers: Iterable[str] = (), options: Iterable[str] 
         given = dict(_pair(item, f"--ep {text}") for item in tail.split(",")) if colon else {}
         if given and "," in names:
             raise RecipeError(f"--ep {text}: options belong to one provider; repeat --ep for another")
-        chosen += [(_provider(ort, name.strip()), given) for name in names.split(",")]
+        found = [_provider(ort, name.strip()) for name in names.split(",")]
+        if given and CPU in found:  # ONNX Runtime would pass over them in silence
+            raise RecipeError(
+                f"--ep {text}: ONNX Runtime's CPU provider has no options; --session-option sets those of a session"
+            )
+        chosen += [(provider, given) for provider in found]
     if CPU not in [name for name, _ in chosen]:
         chosen.append((CPU, {}))
     engine = Engine(tuple(chosen), dict(_pair(text, "--session-option") for text in options), profile)

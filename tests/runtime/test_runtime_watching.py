@@ -400,7 +400,11 @@ def test_engines_are_checked_against_the_build():
     ):
         with pytest.raises(RecipeError, match=said):
             make_engine(ort, options=wrong)
-    for wrong, said in ((["quantum"], "no execution provider 'quantum'"), (["cuda,cpu:device_id=0"], "belong to one provider")):
+    for wrong, said in (
+        (["quantum"], "no execution provider 'quantum'"),
+        (["cuda,cpu:device_id=0"], "belong to one provider"),
+        (["cpu:use_arena=0"], "CPU provider has no options; --session-option"),
+    ):
         with pytest.raises(RecipeError, match=said):
             make_engine(ort, wrong)
     options = ort.SessionOptions()
