@@ -106,7 +106,8 @@ def value_bytes(graph: ir.Graph, shapes: Shapes) -> dict[ir.Value, int]:
     parameters = {of(v) for v in graph.inputs if role(v) == "parameter"}
     bound = {v for v in graph.outputs if role(v) in _BOUND and (role(v) != "gradient" or of(v) in parameters)}
     graphs = [graph, *graph.subgraphs()]
-    return {v: shapes.bytes(v) for g in graphs for node in g for v in node.outputs if v not in bound}
+    made = (v for g in graphs for node in g for v in node.outputs if v.name)  # one without a name is left out
+    return {v: shapes.bytes(v) for v in made if v not in bound}
 
 
 def phase_memory(graph: ir.Graph, shapes: Shapes) -> Liveness:

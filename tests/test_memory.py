@@ -16,6 +16,7 @@ from gradcheck import TARGETS
 
 from ortc.artifacts import compile
 from ortc.passes.costs import Shapes, concrete_sizes, learned_sizes
+from ortc.passes.memory import value_bytes
 from ortc.plan import Plan
 from ortc.recipe import parse_recipe
 from ortc.runtime.trainer import Trainer
@@ -81,6 +82,16 @@ def test_some_real_models_peak_lower(tmp_path: Path):
             for ordered in (True, False)
         ]
         assert peaks[0] < 0.97 * peaks[1]
+
+
+def test_outputs_that_are_left_out_take_no_memory(tmp_path: Path):
+    """The gradient of a picture is not computed; its kernel has a place for it."""
+    plan = compiled("resnet.legacy_train", tmp_path / "stages")
+    graph = load_model(tmp_path / "stages" / plan.stages[0].phases["train"].file).graph
+    outputs = [v for node in graph for v in node.outputs]
+    sizes = value_bytes(graph, learned_sizes(graph, {"batch": 4}))
+    assert any(v.name == "" for v in outputs)
+    assert not any(sizes.get(v) for v in outputs if not v.name)
 
 
 def test_gradients_of_micro_batches_are_added_at_once(tmp_path: Path):
