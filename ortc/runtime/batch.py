@@ -126,8 +126,8 @@ class BatchCheck:
 
 def dimension(text: str, sizes: Mapping[str, int]) -> int | None:
     """The size of a symbolic dimension: a known name, or sums and products of such; None if it is open."""
-    if text in sizes:
-        return sizes[text]
+    if text in sizes or text.isidentifier():
+        return sizes.get(text)
     try:
         return _arithmetic(_parsed(text), sizes)
     except (SyntaxError, KeyError, ZeroDivisionError):

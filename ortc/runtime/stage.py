@@ -204,7 +204,7 @@ def ort_value(array: np.ndarray) -> Any:
     type by DLPack alone (dlpack.h of dmlc/dlpack), where it is changed.
     """
     kind = import_onnxruntime().OrtValue
-    if array.dtype.name != "bfloat16":
+    if array.dtype.kind != "V":  # as which `ml_dtypes` has it
         return kind.ortvalue_from_numpy(array)
     bits = array.view(np.uint16)
     if hasattr(kind, "ortvalue_from_numpy_with_onnx_type"):
