@@ -26,10 +26,18 @@ MODELS = Path(__file__).parent / "data" / "models"
 SIZES = {"batch": 4, "sequence": 8, "N": 4}
 
 
-def compiled(name: str, folder: Path, *, ordered: bool = True, sizes: dict[str, int] | None = None, **pipeline: object) -> Plan:
+def compiled(
+    name: str,
+    folder: Path,
+    *,
+    ordered: bool = True,
+    target: str = TARGETS[-1].name,
+    sizes: dict[str, int] | None = None,
+    **pipeline: object,
+) -> Plan:
     axis = -1 if name.startswith(("gpt", "bert")) else 1
     recipe = {
-        "target": TARGETS[-1].name,
+        "target": target,
         "loss": [{"name": "cross_entropy", "options": {"axis": axis}}],
         "passes": {"off": [] if ordered else ["order"]},
         "pipeline": {"sizes": sizes or {}, **pipeline},
@@ -86,9 +94,8 @@ def test_some_real_models_peak_lower(tmp_path: Path):
 
 def test_outputs_that_are_left_out_take_no_memory(tmp_path: Path):
     """The gradient of a picture is not computed; its kernel has a place for it."""
-    recipe = {"target": "ort-training", "loss": [{"name": "cross_entropy", "options": {"axis": 1}}]}
-    plan = compile(MODELS / "resnet.legacy_train.onnx", tmp_path / "stages", parse_recipe(recipe))
-    graph = load_model(tmp_path / "stages" / plan.stages[0].phases["train"].file).graph
+    plan = compiled("resnet.legacy_train", tmp_path / "o", target="ort-training")
+    graph = load_model(tmp_path / "o" / plan.stages[0].phases["train"].file).graph
     outputs = [v for node in graph for v in node.outputs]
     sizes = value_bytes(graph, learned_sizes(graph, {"batch": 4}))
     assert any(v.name == "" for v in outputs)
