@@ -21,6 +21,9 @@ import onnxruntime
 from onnx import helper
 
 from ortc.artifacts import load_rules
+from ortc.graph.builder import Builder
+from ortc.graph.names import take_place
+from ortc.passes.gradients import convolution
 from ortc.passes.inference import infer_shapes
 from ortc.passes.pipeline import lower
 from ortc.target import load_target, target_names
@@ -33,30 +36,81 @@ def normal(*shape: int) -> np.ndarray:
     return RANDOM.standard_normal(shape).astype(np.float32)
 
 
-def conv(batch: int, channels: int, made: int, size: int, kernel: int, stride: int) -> tuple[str, list[Any], dict[str, Any]]:
-    pad, out = kernel // 2, (size - 1) // stride + 1
-    arrays = [normal(batch, made, out, out), normal(batch, channels, size, size), normal(made, channels, kernel, kernel)]
-    attributes = {"pads": [pad] * 4, "strides": [stride] * 2, "dilations": [1, 1], "kernel_shape": [kernel] * 2}
-    return f"{kernel}x{kernel} stride {stride}, {channels} to {made} of {size}²", arrays, attributes
+Case = tuple[str, list[Any], dict[str, Any]]  # what it is, inputs, attributes
 
 
-def classes(rows: int, count: int) -> tuple[str, list[Any], dict[str, Any]]:
+def conv(
+    batch: int,
+    channels: int,
+    made: int,
+    size: int,
+    kernel: int,
+    stride: int,
+    *,
+    axes: int = 2,
+    group: int = 1,
+    pad: int | None = None,
+) -> Case:
+    pad = kernel // 2 if pad is None else pad
+    out = (size + 2 * pad - kernel) // stride + 1
+    shapes = (batch, made, *[out] * axes), (batch, channels, *[size] * axes), (made, channels // group, *[kernel] * axes)
+    window = {"pads": [pad] * 2 * axes, "strides": [stride] * axes, "dilations": [1] * axes, "kernel_shape": [kernel] * axes}
+    label = f"{'x'.join([str(kernel)] * axes)} stride {stride}, {channels} to {made} of {size}{' ²³'[axes - 1].strip()}"
+    label += f" by {group}" * (group > 1) + " unpadded" * (pad < kernel // 2)
+    return label, [normal(*shape) for shape in shapes], {**window, "group": group}
+
+
+def input_gradient(batch: int, channels: int, made: int, size: int, kernel: int, **more: int) -> Case:
+    """Of a convolution with stride 1, as its transpose with the weights as they are."""
+    label, (dy, _, weights), attributes = conv(batch, channels, made, size, kernel, 1, **more)
+    return label, [dy, weights], attributes
+
+
+def transposed(channels: int, size: int, kernel: int, stride: int) -> Case:
+    label, (dy, _, weights), attributes = conv(32, channels, channels, size, kernel, stride, axes=1)
+    return label, [dy, weights], attributes
+
+
+def batch_norm(channels: int, size: int) -> Case:
+    """A gradient: of arrays alone, statistics are any numbers."""
+    x = normal(8, channels, size, size)
+    return f"{channels} of {size}²", [normal(*x.shape), x, *(normal(channels) for _ in range(3))], {"epsilon": 1e-5}
+
+
+def classes(rows: int, count: int) -> Case:
     return f"[{rows}, {count}]", [normal(rows, count), RANDOM.integers(0, count, rows)], {}
 
 
+# The gradient of a convolution's input: what ConvTranspose does, by a Conv with the weights turned round.
+TURNED_ROUND = "Conv turned round"
+
 # Operator -> which of its outputs are asked for, and the cases.
-CASES: dict[str, tuple[Sequence[str], list[tuple[str, list[Any], dict[str, Any]]]]] = {
+CASES: dict[str, tuple[Sequence[str], list[Case]]] = {
     "com.microsoft::ConvGrad": (
         ("", "dW"),
-        [conv(8, 64, 64, 56, 3, 1), conv(8, 512, 512, 7, 3, 1), conv(8, 64, 128, 56, 3, 2), conv(8, 3, 64, 112, 7, 2)],
+        [
+            *(conv(8, 64, 64, 56, 3, 1), conv(8, 512, 512, 7, 3, 1), conv(8, 64, 128, 56, 3, 2), conv(8, 3, 64, 112, 7, 2)),
+            *(conv(8, 144, 144, 32, 3, 1, group=144), conv(32, 64, 64, 256, 3, 1, axes=1), conv(2, 16, 16, 24, 3, 1, axes=3)),
+        ],
     ),
+    TURNED_ROUND: (
+        ("dX",),
+        [
+            *(input_gradient(8, 64, 64, 56, 3), input_gradient(8, 512, 512, 7, 3), input_gradient(8, 96, 16, 64, 1)),
+            *(input_gradient(8, 96, 96, 64, 3, group=96), input_gradient(8, 384, 384, 8, 7, group=384)),
+            *(input_gradient(32, 64, 64, 256, 3, axes=1), input_gradient(2, 16, 16, 24, 3, axes=3)),
+            *(input_gradient(64, 32, 64, 14, 3, pad=0), input_gradient(8, 64, 64, 64, 5, pad=0)),
+        ],
+    ),
+    "com.microsoft::BatchNormalizationGrad": (("dX", "dscale", "dB"), [batch_norm(64, 112), batch_norm(384, 8)]),
+    "ConvTranspose": (("Y",), [transposed(64, 256, 3, 2), transposed(256, 1000, 4, 2)]),
     "SoftmaxCrossEntropyLoss": (("loss", "log_prob"), [classes(64, 10), classes(512, 1000), classes(512, 50257)]),
 }
 
 
 def models(name: str, outputs: Sequence[str], arrays: list[Any], attributes: dict[str, Any]) -> dict[str, bytes]:
-    """The node alone, and its lowering."""
-    domain, _, op_type = name.rpartition("::")
+    """The node alone, and written in others."""
+    domain, _, op_type = ("ConvTranspose" if name == TURNED_ROUND else name).rpartition("::")
     inputs = [
         helper.make_tensor_value_info(f"x{i}", helper.np_dtype_to_tensor_dtype(a.dtype), a.shape) for i, a in enumerate(arrays)
     ]
@@ -65,11 +119,26 @@ def models(name: str, outputs: Sequence[str], arrays: list[Any], attributes: dic
     imports = [helper.make_opsetid("", 21), *([helper.make_opsetid(domain, 1)] if domain else [])]
     kernel = helper.make_model(helper.make_graph([node], "g", inputs, made), opset_imports=imports, ir_version=10)
     written = infer_shapes(ir.from_proto(kernel))
-    lower(written.graph, lambda n: True)
+    if name == TURNED_ROUND:
+        turn_round(written.graph, attributes)
+    else:
+        lower(written.graph, lambda n: True)
     return {"kernel": kernel.SerializeToString(), "lowering": ir.to_proto(written).SerializeToString()}
 
 
-def compare(name: str, outputs: Sequence[str], case: tuple[str, list[Any], dict[str, Any]], threads: int) -> str:
+def turn_round(graph: ir.Graph, attributes: dict[str, Any]) -> None:
+    """Put a convolution, as gradients have it, in the place of a ConvTranspose."""
+    [node], [dy, weights], op = list(graph), graph.inputs, Builder(graph)
+    reach = [(k - 1) * d for k, d in zip(attributes["kernel_shape"], attributes["dilations"], strict=True)]
+    with op.scope("turned", before=node):
+        made = convolution.turned_round(
+            op, weights, dy, reach, attributes["group"], attributes["pads"], attributes["dilations"]
+        )
+    take_place(node.outputs[0], made)
+    graph.remove(node, safe=True)
+
+
+def compare(name: str, outputs: Sequence[str], case: Case, threads: int) -> str:
     label, arrays, attributes = case
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4

@@ -27,6 +27,10 @@ class Target(BaseModel):
     kernels: dict[str, list[str]] = Field(
         default_factory=dict, description="operators with a lowering that stay as they are, by domain::name, and their types"
     )
+    ranks: dict[str, int] = Field(
+        default_factory=dict,
+        description="of some of these kernels, the highest rank of the first input that they are quicker for",
+    )
 
     fusions: dict[str, bool] = Field(
         default_factory=dict, description="fusion -> whether it makes training quicker; bench/fusions.py measures them"
@@ -45,9 +49,10 @@ class Target(BaseModel):
         """Whether the target has no kernel for this operator and element type."""
         return op_type in self.lacks.get(dtype, ()) or (dtype in self.narrow and op_type not in self.narrow[dtype])
 
-    def keeps(self, domain: str, op_type: str, dtype: str) -> bool:
-        """Whether the target's own kernel is taken for this operator and element type."""
-        return dtype in self.kernels.get(f"{domain}::{op_type}" if domain else op_type, ())
+    def keeps(self, domain: str, op_type: str, dtype: str, rank: int = 0) -> bool:
+        """Whether the target's own kernel is taken for this operator, element type and rank of its first input."""
+        name = f"{domain}::{op_type}" if domain else op_type
+        return dtype in self.kernels.get(name, ()) and rank <= self.ranks.get(name, rank)
 
 
 def target_names() -> list[str]:

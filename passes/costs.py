@@ -210,9 +210,10 @@ _READS_PART = frozenset(_keys("Gather GatherElements GatherND Slice Compress Spl
 _PER_ELEMENT: dict[OpKey, float] = {
     **dict.fromkeys(_keys("Transpose Concat Split Slice Gather GatherND GatherElements Expand Tile Pad Cast CastLike"), 0),
     **dict.fromkeys(_keys("Div Sqrt Reciprocal HardSigmoid HardSwish Softsign Clip"), 4),
-    **dict.fromkeys(_keys("BatchNormalization DequantizeLinear QuantizeLinear ortc::FakeQuantize"), 5),
+    **dict.fromkeys(_keys("BatchNormalization com.microsoft::BatchNormInternal"), 5),
+    **dict.fromkeys(_keys("DequantizeLinear QuantizeLinear ortc::FakeQuantize"), 5),
     **dict.fromkeys(_keys("LayerNormalization GroupNormalization InstanceNormalization LpNormalization LRN"), 8),
-    **dict.fromkeys(_keys("MeanVarianceNormalization SimplifiedLayerNormalization"), 8),
+    **dict.fromkeys(_keys("MeanVarianceNormalization SimplifiedLayerNormalization com.microsoft::BatchNormalizationGrad"), 8),
     **dict.fromkeys(_keys("com.microsoft::SkipLayerNormalization com.microsoft::EmbedLayerNormalization"), 9),
     **dict.fromkeys(_keys("Exp Log Sigmoid Tanh Sin Cos Erf Pow Softplus Elu Selu Celu Mod"), 10),
     **dict.fromkeys(_keys("Resize GridSample AffineGrid RoiAlign"), 11),
@@ -353,15 +354,19 @@ def _elimination(node: ir.Node, inputs: Sequence[Sizes], outputs: Sequence[Sizes
 # Operators whose gradient passes through: the backward of an operand as large as the output is a name for it.
 _PASSES_THROUGH = frozenset(_keys("Add Sum Identity Reshape Flatten Squeeze Unsqueeze"))
 
+_NORMS = _keys(
+    "LayerNormalization InstanceNormalization GroupNormalization BatchNormalization com.microsoft::BatchNormInternal"
+)
+
 # The operands that the formula is about; the backward of any other (a bias, a scale) is a sum over the output.
 _MAIN_OPERANDS: dict[OpKey, tuple[int, ...]] = {
     **dict.fromkeys(_keys("Gemm Conv ConvTranspose"), (0, 1)),
-    **dict.fromkeys(_keys("LayerNormalization BatchNormalization InstanceNormalization GroupNormalization"), (0,)),
+    **dict.fromkeys(_NORMS, (0,)),
 }
 
 # What the backward of a large operand costs, in forwards, where that is not one.
 _BACKWARD_FACTOR: dict[OpKey, float] = {
-    **dict.fromkeys(_keys("LayerNormalization InstanceNormalization GroupNormalization BatchNormalization"), 2),
+    **dict.fromkeys(_NORMS, 2),
     **dict.fromkeys(_keys("Gelu Mish com.microsoft::Gelu Resize GridSample"), 2),
     **dict.fromkeys(_keys("Tanh Sigmoid Exp Softmax LogSoftmax SoftmaxCrossEntropyLoss"), 0.3),
 }

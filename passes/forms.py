@@ -138,11 +138,13 @@ def _train_batch_norm(c: Compilation, op: Builder, node: ir.Node) -> None:
             + ("never change" if momentum == 1.0 else "are those of the last batch alone")
         )
     node.attributes.add(ir.AttrInt64("training_mode", 1))
-    present = len(node.outputs)
-    if present < 3:
-        node.resize_outputs(3)
-    for value, buffer in zip(node.outputs[1:], buffers, strict=True):
+    node.domain, node.op_type = "com.microsoft", "BatchNormInternal"  # which gives the batch's statistics as well
+    c.graph.opset_imports.setdefault(node.domain, 1)
+    node.resize_outputs(5)
+    for value, saved, what, buffer in zip(node.outputs[1:3], node.outputs[3:], ("mean", "inv_std"), buffers, strict=True):
         assert buffer is not None
         value.name = value.name or op.names.fresh(f"{buffer.name}.new")
-        stamp_like(value, buffer)
+        saved.name = op.names.fresh(f"{node.name}.saved_{what}")
+        for each in (value, saved):
+            stamp_like(each, buffer)
         c.graph.outputs.append(set_role(value, "buffer", of=of(buffer)))

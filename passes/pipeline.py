@@ -11,7 +11,7 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass, Deduplicat
 
 from ortc.autodiff import build_gradients, depending_on, loss_seed
 from ortc.compiler import Compilation, Pass, of, role, set_role, set_stages, stages_of
-from ortc.graph.builder import Builder
+from ortc.graph.builder import Builder, UnknownRank
 from ortc.graph.names import all_graphs, take_place
 from ortc.graph.shapes import is_float
 from ortc.graph.unused import hold_outputs, released_outputs, remove_unused
@@ -212,7 +212,8 @@ def _finishing(c: Compilation) -> list[ir.Model]:
 def keeps(target: Target, node: ir.Node) -> bool:
     """Whether the target runs the node quicker than its lowering."""
     dtype = next((v.dtype for v in node.inputs if v is not None and v.dtype is not None), ir.DataType.FLOAT)
-    return target.keeps(node.domain, node.op_type, dtype.numpy().name)
+    shape = node.inputs[0].shape if node.inputs and node.inputs[0] is not None else None
+    return target.keeps(node.domain, node.op_type, dtype.numpy().name, len(shape or ()))
 
 
 def lower(graph: ir.Graph, wanted: Callable[[ir.Node], bool]) -> None:
@@ -236,6 +237,9 @@ def _lower_node(op: Builder, node: ir.Node) -> None:
             made = lowered(op, node)
         except Unsupported as error:
             node.meta["ortc.unsupported"] = str(error)
+            return
+        except UnknownRank as error:
+            node.meta["ortc.unsupported"] = f"the rank of {str(error)!r} is unknown"
             return
     for old, new in zip(node.outputs, made, strict=False):
         if new is not None:

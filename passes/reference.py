@@ -115,6 +115,20 @@ class FusedMatMul(OpRun):
         return (np.asarray(alpha, a.dtype) * np.matmul(x, y),)
 
 
+class BatchNormInternal(OpRun):
+    """Likewise: batch norm on the statistics of the batch, which it gives as well."""
+
+    op_domain = "com.microsoft"
+
+    def _run(self, x, scale, bias, mean, var, epsilon=1e-5, momentum=0.9, training_mode=1):
+        axes, by_channel = (0, *range(2, x.ndim)), (-1, *[1] * (x.ndim - 2))
+        own_mean, own_var = x.mean(axes), x.var(axes)
+        inverse = 1 / np.sqrt(own_var + epsilon)
+        y = (x - own_mean.reshape(by_channel)) * (inverse * scale).reshape(by_channel) + bias.reshape(by_channel)
+        running = (momentum * old + (1 - momentum) * own for old, own in ((mean, own_mean), (var, own_var)))
+        return (y, *running, own_mean, inverse)
+
+
 class Pad(OpRun):
     """ONNX's reference knows no negative pads, which cut."""
 
@@ -430,6 +444,7 @@ def _activations(names: Sequence[str], attributes: Mapping[str, Any]) -> list[Ca
 
 REPLACED: list[type[OpRun]] = [
     FusedMatMul,
+    BatchNormInternal,
     GroupNormalization,
     GridSample,
     AffineGrid,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ortc.boundary import Part
-from ortc.compiler import STAGES, Compilation, Pass, of, role, set_role, set_stages, stages_of
+from ortc.compiler import OF, ROLE, STAGES, Compilation, Pass, of, role, set_role, set_stages, stages_of
 from ortc.errors import RecipeError
 from ortc.graph.builder import Builder
 from ortc.graph.cut import carve, cut, needed, read_by
@@ -278,6 +278,8 @@ def _accumulate(model: ir.Model, tables_only: bool = False) -> None:
             graph.remove(node)
             graph.insert_after(source, node)
         set_role(added, "gradient", of=of(gradient))
+        for text in (ROLE, OF):  # of a node that the gradients of inputs need as well, it is a value to be kept
+            gradient.metadata_props.pop(text)
         graph.outputs[index] = added
     remove_unused(model)
 

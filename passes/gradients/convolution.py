@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import onnx_ir as ir
 
-from ortc.graph.shapes import dims
 from ortc.rules import Unsupported, gradient
 
 _SAMPLES = (
@@ -22,7 +23,11 @@ _SAMPLES = (
     },
     {"X": (1, 3, 7, 6), "_static": "X W", "W": (3, 1, 3, 3), "group": 3, "auto_pad": "SAME_UPPER", "strides": [2, 2]},
     {"X": (2, 3, 4, 4), "_static": "W", "W": (5, 3, 1, 1)},
-    {"X": (1, 32, 14, 14), "_static": True, "W": (32, 32, 3, 3), "pads": [1, 1, 0, 2]},
+    {"X": (1, 3, 7, 7), "_static": True, "W": (2, 3, 3, 3), "pads": [1, 1, 0, 2]},
+    {"X": (1, 4, 6), "_static": "W", "W": (6, 2, 3), "group": 2, "dilations": [2], "pads": [2, 2]},
+    {"X": (2, 3, 5, 4), "_static": "W", "W": (3, 1, 3, 3), "group": 3, "pads": [1, 1, 1, 1]},
+    {"X": (1, 2, 4, 4), "_static": "W", "W": (4, 1, 3, 1), "group": 2, "pads": [1, 0, 1, 0]},
+    {"X": (1, 4, 4, 4), "_static": "W", "W": (2, 2, 1, 3), "group": 2, "pads": [0, 1, 0, 1]},
     {"X": (1, 2, 4, 3, 5), "_static": "W", "W": (2, 2, 2, 2, 2), "strides": [2, 1, 3]},
 )
 
@@ -86,26 +91,56 @@ def weight_gradient(op, dY, X, W, group, pads, strides, dilations):
     return op.ConvGrad(dY, X, W, _domain="com.microsoft", _outputs=outputs, **window)[1]
 
 
-def _flipping_pays(W, sizes, kernel, group, pads, strides, dilations):
-    """Whether dX is quicker as a Conv with the weights turned round than as a ConvTranspose.
+# How much larger than dY the input may be for dX to be quicker as a Conv with the weights turned round than as a ConvTranspose:
+# that works for every place of X, this one for every place of dY. Ratio Conv / ConvTranspose with one thread and two (ONNX
+# Runtime 1.19.2, `bench/lowerings.py`): as large 0.6 to 1.0, by single channels 0.2 to 1.1; 1.14 times as large 0.8 and 0.9,
+# 1.36 times 1.7 and 2.2; over three axes, for which ConvTranspose is written without care, 0.05 to 0.13.
+_GROWTH = {1: 1.2, 2: 1.2, 3: 6.0}
 
-    Measured with two threads (ONNX Runtime 1.19.2), 3x3, batch 8: 64 channels of 56² 4.9 against 9.0 ms, 128 of 28² 4.5 against
-    6.7, but 512 of 7² no quicker, and with few channels slower: 16 of 14² (5x5) 0.95 against 0.38.
+
+def _flips(op, X, dY, reach, pads, strides):
+    """Whether dX is made by a Conv with the weights turned round."""
+    n = len(reach)
+    if any(s != 1 for s in strides) or any(p > r for p, r in zip(pads, [*reach, *reach], strict=True)):
+        return False
+    sizes, made = op.dims(X)[2:], op.dims(dY)[2:]
+    if all(isinstance(d, int) for d in (*sizes, *made)):
+        return math.prod(sizes) <= _GROWTH.get(n, 1) * math.prod(made)
+    return all(r <= pads[i] + pads[n + i] for i, r in enumerate(reach))
+
+
+def turned_round(op, W, dY, reach, group, pads, dilations):
+    """dY convolved with W [M, C/group, kernel…] as [C, M/group, kernel…], its places the other way round.
+
+    Args:
+        reach: how far the kernel reaches along each axis, (k - 1)·dilation.
+        pads, dilations: of the convolution whose gradient this is; its stride is 1, its pads are within the reach.
     """
-    plain = group == 1 and all(v == 1 for v in (*strides, *dilations))
-    fits = all(p <= k - 1 for k, p in zip([*kernel, *kernel], pads, strict=True))
-    large = all(isinstance(d, int) and d >= 14 for d in sizes) and all(isinstance(c, int) and c >= 32 for c in dims(W)[:2])
-    return plain and fits and large and any(k > 1 for k in kernel)
+    made, channels, *kernel = op.dims(W)
+    n, spatial = len(kernel), range(2, 2 + len(kernel))
+    if any(k > 1 for k in kernel):
+        W = op.Slice(W, [-1] * n, [np.iinfo(np.int64).min] * n, list(spatial), [-1] * n)
+    if group == 1:
+        W = op.Transpose(W, perm=[1, 0, *spatial])
+    else:
+        if channels > 1 and made > group:
+            parted = op.Reshape(W, [group, made // group, channels, *kernel])
+            W = op.Transpose(parted, perm=[0, 2, 1, *(a + 1 for a in spatial)])
+        if channels > 1 or made > group:
+            W = op.Reshape(W, [group * channels, made // group, *kernel])
+    back = [r - p for r, p in zip([*reach, *reach], pads, strict=True)]
+    return op.Conv(dY, W, pads=back, dilations=dilations, group=group, kernel_shape=kernel)
 
 
 def _input_gradient(op, X, W, dY, kernel, group, pads, strides, dilations):
-    """A ConvTranspose; what a stride left over at the end of X gets no gradient."""
+    """A convolution, or a ConvTranspose; what a stride left over at the end of X gets no gradient."""
     n = len(kernel)
     sizes, made = op.dims(X)[2:], op.dims(dY)[2:]
-    if _flipping_pays(W, sizes, kernel, group, pads, strides, dilations):
-        flipped = op.Slice(W, [-1] * n, [np.iinfo(np.int64).min] * n, list(range(2, n + 2)), [-1] * n)
-        weights = op.Transpose(flipped, perm=[1, 0, *range(2, n + 2)])
-        return op.Conv(dY, weights, pads=[k - 1 - p for k, p in zip([*kernel, *kernel], pads, strict=True)], _like=X)
+    reach = [(k - 1) * d for k, d in zip(kernel, dilations, strict=True)]
+    if all(isinstance(d, int) for d in op.dims(W)[:2]) and _flips(op, X, dY, reach, pads, strides):
+        dX = turned_round(op, W, dY, reach, group, pads, dilations)
+        dX.shape = X.shape
+        return dX
     shared = {"group": group, "strides": strides, "dilations": dilations, "kernel_shape": list(kernel)}
     if all(isinstance(d, int) for d in (*sizes, *made)):
         rest = [

@@ -7,6 +7,7 @@ holds and each rule says which.
 from __future__ import annotations
 
 import math
+from functools import reduce
 
 import numpy as np
 
@@ -261,10 +262,10 @@ def where(op, condition, X, Y, doutput):
 @gradient("Clip", wrt="input", samples=({"input": _UNIT, "min": np.array(-0.5), "max": np.array(0.6)}, {"input": _UNIT}))
 def clip(op, input, min, max, doutput):
     """dX = dY inside the bounds (both included, as PyTorch), else 0; the bounds themselves get no gradient"""
-    for bound, inside in ((min, op.GreaterOrEqual), (max, op.LessOrEqual)):
-        if bound is not None:
-            doutput = doutput * op.cast(inside(input, bound), doutput)
-    return doutput
+    bounds = ((op.GreaterOrEqual, min), (op.LessOrEqual, max))
+    inside = [within(input, bound) for within, bound in bounds if bound is not None]
+    # One mask: a conversion to the gradient's type and a product take longer than the comparisons.
+    return doutput * op.cast(reduce(op.And, inside), doutput) if inside else doutput
 
 
 @gradient("Cast", wrt="input", samples=({"input": (2, 3), "to": 11},))

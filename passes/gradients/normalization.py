@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx_ir as ir
 
 from ortc.rules import gradient
 
@@ -58,35 +59,63 @@ def layer_normalization(op, X, Scale, Mean, InvStdDev, dY, dMean, dInvStdDev, *,
     return (dX, None, None) if dY is None else (dX, dY * normal, dY)
 
 
+_BATCH_NORM = {"input_mean": _MEAN, "input_var": _VARIANCE}
+
+
 @gradient(
     "BatchNormalization",
     wrt="X scale B",
     samples=(
-        {"X": (2, 3, 4), "scale": (3,), "B": (3,), "input_mean": _MEAN, "input_var": _VARIANCE},
-        {"X": (4, 3), "scale": (3,), "B": (3,), "input_mean": _MEAN, "input_var": _VARIANCE, "epsilon": 1e-3},
+        {"X": (2, 3, 4), "scale": (3,), "B": (3,), **_BATCH_NORM},
+        {"X": (4, 3), "scale": (3,), "B": (3,), **_BATCH_NORM, "epsilon": 1e-3},
         {
-            **{"X": (4, 3, 2, 2), "scale": (3,), "B": (3,), "input_mean": _MEAN, "input_var": _VARIANCE},
+            **{"X": (4, 3, 2, 2), "scale": (3,), "B": (3,), **_BATCH_NORM},
             **{"training_mode": 1, "_outputs": ["out0", "unused_mean", "unused_var"]},
         },
     ),
 )
 def batch_normalization(op, X, scale, input_mean, input_var, dY, *, epsilon=1e-5, training_mode=0, momentum=0.9):
-    """With stored statistics dX = dY·scale·σ⁻¹; on the batch as above, with c = X - μ
-    scale·σ⁻¹·(dY - mean dY - c·σ⁻²·mean(dY·c)). dscale = σ⁻¹·Σ dY·c, dB = Σ dY"""
-    axes = [0, *range(2, op.rank(X))]
-    mean = op.ReduceMean(X, axes, keepdims=1) if training_mode else _per_channel(op, op.cast(input_mean, X), X)
-    centred = X - mean
+    """With stored statistics dX = dY·scale·σ⁻¹, dscale = σ⁻¹·Σ dY·(X - μ), dB = Σ dY; on the batch as
+    com.microsoft::BatchNormInternal, with the batch's statistics made again"""
     if training_mode:
-        inverse = op.Reciprocal(op.Sqrt(op.ReduceMean(centred * centred, axes, keepdims=1) + float(epsilon)))
-    else:
-        inverse = _per_channel(op, op.cast(op.Reciprocal(op.Sqrt(input_var + float(epsilon))), X), X)
-    gain = _per_channel(op, op.cast(scale, X), X) * inverse
-    product, total = op.ReduceSum(dY * centred, axes, keepdims=1), op.ReduceSum(dY, axes, keepdims=1)
-    dX = dY * gain
-    if training_mode:
-        count = op.size(X, axes, like=X)
-        dX = dX - centred * (gain * inverse * inverse * (product / count)) - gain * (total / count)
-    return dX, op.cast(op.reshape_like(product * inverse, scale), scale), op.cast(op.reshape_like(total, scale), scale)
+        axes = [0, *range(2, op.rank(X))]
+        mean = op.ReduceMean(X, axes, keepdims=1)
+        inverse = op.Reciprocal(op.Sqrt(op.ReduceMean((X - mean) * (X - mean), axes, keepdims=1) + float(epsilon)))
+        return _batch_norm_grad(op, dY, X, scale, *(op.Reshape(v, [-1]) for v in (mean, inverse)), epsilon)
+    inverse = op.cast(op.Reciprocal(op.Sqrt(input_var + float(epsilon))), X)
+    centred = X - _per_channel(op, op.cast(input_mean, X), X)
+    dscale = _channel_sum(op, dY * centred) * inverse
+    gain = _per_channel(op, op.cast(scale, X) * inverse, X)
+    return dY * gain, op.cast(dscale, scale), op.cast(_channel_sum(op, dY), scale)
+
+
+@gradient(
+    "com.microsoft::BatchNormInternal",
+    wrt="X scale B",
+    inputs="X scale B input_mean input_var",
+    outputs="Y running_mean running_var saved_mean saved_inv_std",
+    samples=(
+        {"X": (4, 3, 2, 2), "scale": (3,), "B": (3,), **_BATCH_NORM, "_outputs": ["out0", *(f"unused_{i}" for i in range(4))]},
+        {
+            "X": (5, 3),
+            "scale": (3,),
+            "B": (3,),
+            **_BATCH_NORM,
+            "epsilon": 1e-3,
+            "_outputs": ["out0", *(f"unused_{i}" for i in range(4))],
+        },
+    ),
+)
+def batch_norm_internal(op, X, scale, saved_mean, saved_inv_std, dY, *, epsilon=1e-5):
+    """The training kernel, of the statistics that the forward has: dX as above, dscale = σ⁻¹·Σ dY·(X - μ), dB = Σ dY"""
+    return _batch_norm_grad(op, dY, X, scale, saved_mean, saved_inv_std, epsilon)
+
+
+def _batch_norm_grad(op, dY, X, scale, mean, inverse, epsilon):
+    """The training kernel, which wants ε and does not use it; passes/lowerings/normalization.py has it for targets without."""
+    outputs = [ir.Value(type=v.type, shape=v.shape) for v in (X, scale, scale)]
+    statistics = {"epsilon": float(epsilon), "_domain": "com.microsoft", "_outputs": outputs}
+    return op.BatchNormalizationGrad(dY, X, scale, mean, inverse, **statistics)
 
 
 @gradient("InstanceNormalization", samples=({"input": (2, 3, 4, 2), "scale": (3,), "B": (3,)},))
