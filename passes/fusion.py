@@ -277,6 +277,28 @@ rewrite(
     samples=({"x": (2, 3, 5), "seen": np.arange(15).reshape(3, 5) % 4 != 1, "fill": np.float32(-1e38), "axis": -1},),
 )
 
+# An exporter's guard of rows that are hidden throughout, whose softmax is NaN: such a row of the mask hides nothing, and
+# the result, which is fewer numbers than the weights, is zero there. A weight that is NaN for any other reason stays NaN.
+rewrite(
+    "attention-scores",
+    name="guarded",
+    before=lambda op, x, mask, v, axis, zero: _guarded(op, op.Softmax(x + mask, axis=axis), zero, v),
+    after=lambda op, x, mask, v, axis: _with_rows_seen(op, x, mask, v, axis),
+    when=lambda x, mask, v, axis, zero: _are_scores(x, v, axis) and number(zero) == 0 and _spreads(mask, x),
+    samples=(
+        {"x": (2, 3, 5), "mask": np.where(np.arange(15).reshape(3, 5) % 7 < [[2], [9], [0]], -np.inf, 0).astype(np.float32),
+         "v": (2, 5, 4), "axis": -1, "zero": np.float32(0)},
+    ),
+)  # fmt: skip
+
+
+def _with_rows_seen(op: Any, x: ir.Value, mask: ir.Value, v: ir.Value, axis: int) -> ir.Value:
+    lowest = op.const(-np.inf, like=mask)
+    hidden = op.Equal(op.ReduceMax(mask, [-1], keepdims=1), lowest)
+    seen = op.Max(mask, op.Where(hidden, op.const(0, like=mask), lowest))
+    made: ir.Value = op.MatMul(op.Softmax(x + seen, axis=axis), v)
+    return made * op.Where(hidden, op.const(0, like=mask), op.const(1, like=mask))
+
 
 def _is_narrow(q: ir.Value, k: ir.Value) -> bool:
     """Whether q [.., S, H] has fewer elements than q·k [.., S, T]; a T that is a symbol counts as large."""
@@ -288,8 +310,14 @@ def _is_narrow(q: ir.Value, k: ir.Value) -> bool:
 
 def _hides(x: ir.Value, mask: ir.Value, fill: ir.Value) -> bool:
     """Whether the mask is no larger than x, and the number so low that a sum with it is the number itself."""
-    lowest, of_x, of_mask = number(fill), dims(x), dims(mask)
-    if lowest is None or lowest > -1e30 or of_x is None or of_mask is None or len(of_mask) > len(of_x):
+    lowest = number(fill)
+    return lowest is not None and lowest <= -1e30 and _spreads(mask, x)
+
+
+def _spreads(mask: ir.Value, x: ir.Value) -> bool:
+    """Whether the mask is no larger than x."""
+    of_x, of_mask = dims(x), dims(mask)
+    if of_x is None or of_mask is None or len(of_mask) > len(of_x):
         return False
     return all(m in (1, d) for m, d in zip(of_mask[::-1], of_x[::-1], strict=False))
 
@@ -343,7 +371,8 @@ def _attend(op: Any, x: ir.Value, v: ir.Value, mask: ir.Value | None = None, gua
 
 @dataclass(frozen=True)
 class ScoresOfAttention(Fusion):
-    """Of attention's scores: multiplies the queries with their factor, and adds a mask instead of selecting by it."""
+    """Of attention's scores: multiplies the queries with their factor, adds a mask instead of selecting by it, and sees to rows
+    that are hidden throughout before the softmax."""
 
     name = "attention-scores"
     after = ("stages",)

@@ -41,11 +41,11 @@ FOUND = {
     "gated.dynamo": {"rms-norm": 3, "silu": 2, "attention-scores": 2, "attention": 1},
     "gated.legacy": {"rms-norm": 3, "silu": 2, "attention-scores": 2, "attention": 1},
     "gpt2_eager.legacy": {"gelu": 2, "layer-norm": 5, "attention-scores": 2, "attention": 2},
-    "gpt2_sdpa.dynamo": {"gelu": 2, "attention": 2},
+    "gpt2_sdpa.dynamo": {"gelu": 2, "attention-scores": 2, "attention": 2},
     "norms.legacy": {"silu": 1},
     "tied.legacy": {"gelu": 1, "layer-norm": 1, "bias-gelu": 1},
     "tied.legacy_train": {"bias-gelu": 1},
-    "vit.dynamo": {"bias-gelu": 2, "attention": 2},
+    "vit.dynamo": {"bias-gelu": 2, "attention-scores": 2, "attention": 2},
     "resnet.legacy": {},
     "lstm.dynamo": {},
 }
