@@ -40,7 +40,7 @@ Role = Literal[
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
 
 class Port(_Table):
@@ -341,7 +341,7 @@ def load_plan(folder: str | Path) -> Plan:
 
 def dump_plan(plan: Plan) -> str:
     """The plan as JSON text: sorted nowhere, indented, stable."""
-    return json.dumps(plan.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
+    return plan.model_dump_json(indent=1) + "\n"
 
 
 def plan_schema() -> str:

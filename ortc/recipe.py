@@ -20,7 +20,7 @@ RECIPE_VERSION: Final = 1
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
 
 class LossTerm(_Table):

@@ -18,14 +18,15 @@ class MarkBoundary(Pass):
     name = "mark-boundary"
     after = ("inference-template",)
 
-    def run(self, c: Compilation) -> None:
+    def run(self, c: Compilation) -> bool:
         if c.part is None:
-            return
+            return False
         inputs, outputs = ({v.name: v for v in values} for values in (c.graph.inputs, c.graph.outputs))
         for crossing in c.part.arriving:
             set_stages(set_role(inputs[crossing.name], "boundary", of=crossing.name), [crossing.source])
         for crossing in c.part.leaving:
             set_stages(set_role(outputs[crossing.name], "boundary", of=crossing.name), crossing.readers)
+        return True
 
 
 def part_row(c: Compilation, part: Part, options: PartitionOptions, sizes: dict[str, int], slots: float) -> StageRow:

@@ -36,14 +36,15 @@ class FuseUpdate(Pass):
     name = "fuse-update"
     after = ("clean-up", "recompute")
 
-    def run(self, c: Compilation) -> None:
+    def run(self, c: Compilation) -> bool:
         if not c.recipe.optimizer.fuse:
-            return
+            return False
         check(c)
         for phases in c.stages:
             if "optimizer" in phases:
                 _fuse(phases["train"], phases.pop("optimizer"))
                 DeduplicateInitializersPass()(phases["train"])
+        return True
 
 
 def check(c: Compilation) -> None:

@@ -30,9 +30,9 @@ class Fusion(Pass):
     optional = alone = True
     after: ClassVar[tuple[str, ...]] = ("simplify",)
 
-    def run(self, c: Compilation) -> None:
+    def run(self, c: Compilation) -> bool:
         """Replace all matches in the model, or in the stages' training graphs once there are stages."""
-        self.replace(c, self.name)
+        return bool(self.replace(c, self.name))
 
     def replace(self, c: Compilation, group: str) -> list[Hit]:
         """Apply the rewrites declared under a name, and note how often each did."""
@@ -226,20 +226,22 @@ class FuseSoftmaxDropout(Fusion):
     name = "softmax-dropout"
     after = ("stages",)
 
-    def run(self, c: Compilation) -> None:
+    def run(self, c: Compilation) -> bool:
         """The shape of a mask is asked of something else first."""
-        _look_past_softmax(c)
-        super().run(c)
+        return _look_past_softmax(c) | super().run(c)
 
 
-def _look_past_softmax(c: Compilation) -> None:
+def _look_past_softmax(c: Compilation) -> bool:
     """Whoever wants the shape of a softmax, as dropout does, looks at its input: so nothing else reads what is fused."""
+    found = False
     for model in training_graphs(c):
         for node in model.graph:
             if node.op_type == "Softmax" and not node.domain:
                 for user, index in list(node.outputs[0].uses()):
                     if user.op_type == "Shape" and not user.domain:
                         user.replace_input_with(index, node.inputs[0])
+                        found = True
+    return found
 
 
 # Of the scores of attention, before the softmax: a factor goes to the queries, which are fewer numbers, and a mask that selects
@@ -385,7 +387,6 @@ class FuseAttention(Fusion):
     name = "attention"
     after = ("stages", "attention-scores")
 
-    def run(self, c: Compilation) -> None:
+    def run(self, c: Compilation) -> bool:
         """The shape of a mask is asked of something else first."""
-        _look_past_softmax(c)
-        super().run(c)
+        return _look_past_softmax(c) | super().run(c)

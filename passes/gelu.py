@@ -121,16 +121,16 @@ class FuseGelu(Fusion):
         """A choice of the form is kept."""
         return recipe.gelu != "keep"
 
-    def run(self, c: Compilation) -> None:
+    def run(self, c: Compilation) -> bool:
         """With a choice the exported model follows: it computes what was trained and evaluated."""
         choice = c.recipe.gelu
         if choice == "keep":
-            super().run(c)
-            return
+            return super().run(c)
         hits = self.replace(c, f"gelu to {choice}")
         changed = [hit for hit in hits if hit.rule != choice]
         if "export" in c.graphs:
             _follow(c, c.graphs["export"], changed, choice)
+        return bool(hits)
 
 
 # ONNX Runtime's operators: GELU of the first input, or of the sum of two.

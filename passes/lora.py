@@ -103,10 +103,10 @@ class AddAdapters(Pass):
     name = "lora"
     after = ("choose-parameters", "decompose")
 
-    def run(self, c: Compilation) -> None:
+    def run(self, c: Compilation) -> bool:
         chosen = c.recipe.lora
         if chosen is None:
-            return
+            return False
         by_name = {v.name: v for v in c.graph.inputs}
         found = [(p, uses) for p in c.parameters if p.role == "parameter" and (uses := _uses(by_name[p.name]))]
         for glob in chosen.targets:
@@ -136,6 +136,7 @@ class AddAdapters(Pass):
         template = c.graphs["export"].clone()
         _adapt_template(template, made)
         c.graphs["adapters"] = template
+        return True
 
 
 def _uses(weight: ir.Value) -> list[Use]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import onnx_ir as ir
 
@@ -22,7 +23,10 @@ VIEWS = frozenset(_keys("Identity Reshape Flatten Squeeze Unsqueeze"))
 
 # The output may be written over the first input. No operator of two operands (Add, Mul, …) does so.
 _IN_PLACE = frozenset(
-    _keys("Relu LeakyRelu ThresholdedRelu Elu Selu Sigmoid HardSigmoid Tanh Softplus Softsign Clip Cast Softmax LogSoftmax")
+    _keys(
+        "Relu LeakyRelu ThresholdedRelu Elu Selu Sigmoid HardSigmoid Tanh Softplus Softsign Clip Cast Softmax LogSoftmax "
+        "ScatterElements"
+    )
 )
 
 
@@ -94,7 +98,7 @@ def node_memory(node: ir.Node, shapes: Shapes | None = None) -> NodeMemory:
 
 def kernels(shapes: Shapes) -> Memory:
     """What is known of every node of a graph with these sizes."""
-    return lambda node: node_memory(node, shapes)
+    return cache(lambda node: node_memory(node, shapes))  # orders are compared, which asks of each node again
 
 
 # Outputs that the runtime binds to arrays of its own.

@@ -49,9 +49,9 @@ class OnDevice(Pass):
     name = "on-device"
     after = ("clean-up", "phases")
 
-    def run(self, c: Compilation) -> None:
+    def run(self, c: Compilation) -> bool:
         if "ort" not in c.recipe.artifacts:
-            return
+            return False
         _check(c)
         train, evaluation = c.stages[0]["train"].clone(), c.stages[0]["eval"].clone()
         counted = _count_steps(c, train)
@@ -60,6 +60,7 @@ class OnDevice(Pass):
         c.graphs[f"{FOLDER}/training_model.onnx"] = train
         c.graphs[f"{FOLDER}/eval_model.onnx"] = evaluation
         c.graphs[f"{FOLDER}/optimizer_model.onnx"] = _optimizer(c)
+        return True
 
 
 def _refuse(text: str) -> RecipeError:

@@ -51,10 +51,11 @@ class PredictMemory(Pass):
     name = "memory"
     after = ("phases",)
 
-    def run(self, c: Compilation) -> None:
+    def run(self, c: Compilation) -> bool:
         c.sizes = assumed_sizes(c)
         for phases in c.stages:
             c.memory.append({name: _told(m.graph, learned_sizes(m.graph, c.sizes)) for name, m in phases.items()})
+        return False
 
 
 def _told(graph: ir.Graph, shapes: Shapes) -> PhaseMemory:

@@ -13,7 +13,7 @@ from ortc.autodiff import build_gradients, depending_on, loss_seed
 from ortc.compiler import Compilation, Pass, of, role, set_role, set_stages, stages_of
 from ortc.graph.builder import Builder, UnknownRank
 from ortc.graph.names import all_graphs, take_place
-from ortc.graph.shapes import is_float
+from ortc.graph.shapes import dims, is_float
 from ortc.graph.unused import hold_outputs, released_outputs, remove_unused
 from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
 from ortc.passes.precision import widen_missing
@@ -261,6 +261,8 @@ class CleanUp(Pass):
             merge_equal(model)
             remove_unused(model)
             drop_unused_inputs(model.graph)
+            if any(None in (dims(v) or ()) for node in model.graph for v in node.outputs):
+                infer_shapes(model)  # once, by name; whoever asks for sizes would do so again and again
 
 
 def merge_equal(model: ir.Model) -> None:

@@ -44,10 +44,10 @@ class CastToHalf(Pass):
     name = "precision"
     after = ("fork-evaluation",)
 
-    def run(self, c: Compilation) -> None:
+    def run(self, c: Compilation) -> bool:
         chosen = c.recipe.precision
         if chosen.type == "fp32":
-            return
+            return False
         kinds = {**table(), **chosen.operators}
         unknown = [f"{op_type} = {kind!r}" for op_type, kind in chosen.operators.items() if kind not in KINDS]
         if unknown:
@@ -59,6 +59,7 @@ class CastToHalf(Pass):
                 c.complain(f"precision.nodes: no node of the model is called {glob!r}")
         half = HALF[chosen.type]
         place_casts(c.graph, paint(c.graph, kinds, chosen.nodes, half), half)
+        return True
 
 
 def _kind(node: ir.Node, kinds: Mapping[str, str], nodes: Mapping[str, str]) -> str:

@@ -121,11 +121,11 @@ class Recompute(Pass):
     name = "recompute"
     after = ("clean-up",)
 
-    def run(self, c: Compilation) -> None:
+    def run(self, c: Compilation) -> bool:
         wanted = c.recipe.recompute
         policy, budget = wanted.nodes, wanted.budget
         if policy == "none" and budget is None:
-            return
+            return False
         check_policy(policy)
         pipeline = c.recipe.pipeline
         schedule = schedule_of(c)
@@ -154,6 +154,7 @@ class Recompute(Pass):
                 memory_before=static + before.peak + parked * cut.kept(before),
                 memory_after=static + choice.peak + parked * cut.kept(choice),
             )
+        return True
 
 
 @dataclass(frozen=True)

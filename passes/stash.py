@@ -399,9 +399,11 @@ class PackStash(Pass):
     name = "pack-stash"
     after = ("recompute",)
 
-    def run(self, c: Compilation) -> None:
-        if c.recipe.stash.packed:
-            _compress(c, self.name, True, _exact)
+    def run(self, c: Compilation) -> bool:
+        if not c.recipe.stash.packed:
+            return False
+        _compress(c, self.name, True, _exact)
+        return True
 
 
 def _exact(value: ir.Value, shapes: Shapes) -> Code | None:
@@ -422,11 +424,12 @@ class NarrowStash(Pass):
     after = ("pack-stash",)
     preserves = False
 
-    def run(self, c: Compilation) -> None:
+    def run(self, c: Compilation) -> bool:
         if c.recipe.stash.dtype == "fp32":
-            return
+            return False
         exact = {v for phases in c.stages if "train" in phases for v in of_weights(list(phases["train"].graph))}
         _compress(c, self.name, False, partial(_narrow, NARROW[c.recipe.stash.dtype], exact))
+        return True
 
 
 def _narrow(dtype: ir.DataType, exact: set[ir.Value | None], value: ir.Value, shapes: Shapes) -> Code | None:

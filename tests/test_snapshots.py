@@ -10,14 +10,37 @@ import onnx
 import pytest
 
 from ortc import passes
-from ortc.artifacts import compile
+from ortc.artifacts import compile, load_rules
+from ortc.compiler import Compilation, is_on
 from ortc.errors import OrtcError
+from ortc.graph.text import graph_text
 from ortc.recipe import parse_recipe
+from ortc.source import load_model
+from ortc.target import load_target
+
+load_rules()
 
 pytestmark = pytest.mark.compiler
 
 ROOT = Path(__file__).parent.parent
 MLP, GPT = (Path(__file__).parent / "data" / "models" / f"{name}.onnx" for name in ("mlp.legacy", "gpt2_eager.legacy"))
+
+
+@pytest.mark.parametrize(
+    "recipe", [{}, {"stash": {"packed": True}, "lora": {"targets": ["*"]}}, {"passes": {"on": ["attention"]}}]
+)
+def test_a_pass_that_says_so_changes_no_graph(recipe):
+    recipe = parse_recipe({"loss": [{"name": "cross_entropy", "output": "logits"}], **recipe})
+    c = Compilation(load_model(GPT), recipe, load_target(recipe.target), sessions=passes.SESSIONS)
+    unchanged = []
+    for step in passes.standard():
+        if is_on(step, c.recipe, c.target):
+            before = {name: graph_text(model) for name, model in c.all_models().items()}
+            if step.run(c) is False:
+                unchanged.append(step.name)
+                assert {name: graph_text(model) for name, model in c.all_models().items()} == before, step.name
+    assert {"precision", "fuse-update", "memory"} <= set(unchanged)
+    assert "attention-scores" not in unchanged  # it fires here
 
 
 def test_graphs_after_every_pass(tmp_path: Path, ortc):

@@ -429,18 +429,19 @@ def _type_variables(op_type: str, domain: str, opset: int) -> list[str]:
 
 
 def _attribute(name: str, value: Any) -> ir.Attr:
-    if isinstance(value, ir.Attr):
-        return value
-    if isinstance(value, ir.TensorProtocol):
-        return ir.AttrTensor(name, value)
-    if isinstance(value, ir.Graph):
-        return ir.AttrGraph(name, value)
+    # The plain types first: to ask whether something is a tensor, which is a protocol, takes as long as to make the node.
     if isinstance(value, float):
         return ir.AttrFloat32(name, value)
     if isinstance(value, str):
         return ir.AttrString(name, value)
     if isinstance(value, bool | int | np.integer):
         return ir.AttrInt64(name, int(value))
+    if isinstance(value, ir.Attr):
+        return value
+    if isinstance(value, ir.Graph):
+        return ir.AttrGraph(name, value)
+    if not isinstance(value, list | tuple) and isinstance(value, ir.TensorProtocol):
+        return ir.AttrTensor(name, value)
     if all(isinstance(v, str) for v in value) and len(value):
         return ir.AttrStrings(name, list(value))
     if any(isinstance(v, float) for v in value):

@@ -69,12 +69,17 @@ def liveness(graph: ir.Graph, sizes: Sizes, memory: Memory, order: Sequence[ir.N
         order: the nodes in another order than the graph's.
     """
     nodes = list(graph) if order is None else order
-    live = [sum_ + memory(node).scratch + _inside(node, sizes, memory) for node, sum_, _ in _walk(graph, nodes, sizes, memory)]
+    live = _live(graph, nodes, sizes, memory)
     at = max(range(len(live)), key=live.__getitem__, default=0)
     alive: list[tuple[ir.Value, int]] = []
     for _, _, held in itertools.islice(_walk(graph, nodes, sizes, memory), at, at + 1):
         alive = sorted(((v, n) for v, n in held.items() if n), key=lambda pair: -pair[1])
     return Liveness(live, at, alive)
+
+
+def _live(graph: ir.Graph, nodes: Sequence[ir.Node], sizes: Sizes, memory: Memory) -> list[int]:
+    """Bytes in use while each node runs."""
+    return [sum_ + memory(node).scratch + _inside(node, sizes, memory) for node, sum_, _ in _walk(graph, nodes, sizes, memory)]
 
 
 def _inside(node: ir.Node, sizes: Sizes, memory: Memory) -> int:
@@ -164,7 +169,7 @@ def low_peak_order(graph: ir.Graph, sizes: Sizes, memory: Memory) -> list[ir.Nod
     """
     nodes = list(graph)
     scheduled = _Schedule(nodes, set(graph.outputs), sizes, memory).run()
-    return min((nodes, scheduled), key=lambda order: liveness(graph, sizes, memory, order).peak)
+    return min((nodes, scheduled), key=lambda order: max(_live(graph, order, sizes, memory), default=0))
 
 
 class _Schedule:

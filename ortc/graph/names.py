@@ -27,7 +27,11 @@ class Names:
 def all_graphs(graph: ir.Graph) -> list[ir.Graph]:
     """The graph and the bodies nested in its nodes, outermost first."""
     # Graph.subgraphs() does the same, through an iterator in which a compilation spent a tenth of its time.
-    return [graph, *(inner for node in graph if node.attributes for body in _bodies(node) for inner in all_graphs(body))]
+    nested = [n for n in graph if (own := n.attributes) and not _GRAPHS.isdisjoint([a.type for a in own.values()])]
+    return [graph, *(inner for node in nested for body in _bodies(node) for inner in all_graphs(body))]
+
+
+_GRAPHS = frozenset({ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS})
 
 
 def captured(node: ir.Node) -> list[ir.Value]:

@@ -27,9 +27,10 @@ _REMEMBERED = 1 << 16
 
 def dims(value: ir.Value) -> Dims | None:
     """The value's dimensions, or None if not even the rank is known."""
-    if value.shape is None:
+    shape = value.shape
+    if shape is None:
         return None
-    return tuple(d if isinstance(d, int) else d.value for d in value.shape)
+    return tuple([d if d.__class__ is int else d.value for d in shape.dims])  # type: ignore[union-attr]
 
 
 def stamp_like(value: ir.Value, like: ir.Value) -> None:
@@ -81,7 +82,7 @@ class NodeInference:
     def __init__(self, opset: int) -> None:
         self._opset = opset
         self._imports = [onnx.helper.make_opsetid("", opset)]
-        self._seen: dict[Any, list[tuple[ir.DataType | None, Dims | None]]] = {}
+        self._seen: dict[Any, list[tuple[ir.DataType | None, ir.Shape | None]]] = {}
 
     def stamp(self, node: ir.Node) -> None:
         """Set dtype and shape of the outputs that have none.
@@ -100,12 +101,14 @@ class NodeInference:
         if found is None:
             if len(self._seen) >= _REMEMBERED:
                 self._seen.clear()
-            found = self._seen[key] = self._infer(node)
+            # Values share the shape: a graph has few.
+            inferred = [(d, None if s is None else ir.Shape(s, frozen=True)) for d, s in self._infer(node)]
+            found = self._seen[key] = inferred
         for output, (dtype, shape) in zip(node.outputs, found, strict=True):
             if output.dtype is None and dtype is not None:
                 output.dtype = dtype
             if output.shape is None and shape is not None:
-                output.shape = ir.Shape(shape)
+                output.shape = shape
 
     @staticmethod
     def _signature(value: ir.Value | None) -> Any:
