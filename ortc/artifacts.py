@@ -296,13 +296,12 @@ def write_stage(c: Compilation, folder: Path, index: int, held: set[str]) -> Sta
 
 
 def write_graph(model: ir.Model, folder: Path, file: str, check: bool = True) -> GraphFile:
-    proto = ir.to_proto(model)
+    data = ir.to_proto(model).SerializeToString(deterministic=True)
     if check:
         try:
-            onnx.checker.check_model(proto, full_check=True)
+            onnx.checker.check_model(data, full_check=True)
         except Exception as error:
             raise ModelError(f"the compiled {file} is not valid ONNX, please report it: {error}") from error
-    data = proto.SerializeToString(deterministic=True)
     write_file(folder / file, data)
     return GraphFile(
         file=file,

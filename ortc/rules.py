@@ -27,6 +27,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -306,8 +307,8 @@ class Declared:
     elementwise: bool = False
     kernels: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
-    @property
-    def options(self) -> dict[str, Any]:
+    @cached_property
+    def options(self) -> Mapping[str, Any]:
         """Option name -> default, from the function's keyword parameters."""
         return {
             p.name: p.default

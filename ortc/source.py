@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from ortc.errors import CheckpointError, ModelError, OrtcError
 from ortc.graph.names import all_graphs
+from ortc.graph.shapes import SMALL
 
 # It warns of what is read and made nowhere, which is an error here, and right in a template without its weights.
 logging.getLogger("onnx_ir.serde").setLevel(logging.ERROR)
@@ -100,7 +101,25 @@ def read_model(path: str | Path) -> ir.Model:
     except Exception as error:
         raise ModelError(f"{path} cannot be read: {_innermost(error)}") from None
     _check_tensors(path, model)
+    _read_small(model)
     return model
+
+
+def _read_small(model: ir.Model) -> None:
+    """Take small external tensors into memory: shape inference looks at them, and each would keep a map of its file."""
+    graphs = [g for graph in [model.graph, *(f.graph for f in model.functions.values())] for g in all_graphs(graph)]
+    with contextlib.ExitStack() as stack:
+        files: dict[Path, BinaryIO] = {}
+        for value in (v for g in graphs for v in g.initializers.values()):
+            tensor = value.const_value
+            if isinstance(tensor, ir.ExternalTensor) and tensor.size <= SMALL:
+                path = Path(tensor.path)
+                if path not in files:
+                    files[path] = stack.enter_context(open(path, "rb"))
+                files[path].seek(tensor.offset or 0)
+                dims, data = tensor.shape.numpy(), files[path].read(tensor.nbytes)
+                proto = onnx.TensorProto(name=tensor.name, data_type=int(tensor.dtype), dims=dims, raw_data=data)
+                value.const_value = ir.serde.deserialize_tensor(proto)
 
 
 def _parse(path: Path) -> onnx.ModelProto:

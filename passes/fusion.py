@@ -373,8 +373,10 @@ def _attend(op: Any, x: ir.Value, v: ir.Value, mask: ir.Value | None = None, gua
 
 @dataclass(frozen=True)
 class ScoresOfAttention(Fusion):
-    """Of attention's scores: multiplies the queries with their factor, adds a mask instead of selecting by it, and sees to rows
-    that are hidden throughout before the softmax."""
+    """Of attention's scores: multiplies the queries with their factor, adds a mask instead of selecting by it.
+
+    Rows that the mask hides throughout are seen to in the mask, where an exporter guards the softmax against them.
+    """
 
     name = "attention-scores"
     after = ("stages",)

@@ -10,7 +10,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx_ir.passes import common
 
 from ortc.errors import ModelError
-from ortc.graph.names import Names, all_graphs, take_place, taken_names
+from ortc.graph.names import Names, all_graphs, bodies_of, take_place, taken_names
 from ortc.graph.shapes import constant, dims, rank, static
 from ortc.graph.unused import remove_unused
 from ortc.passes.inference import ShapeInference, infer_shapes, merged
@@ -220,7 +220,7 @@ class _Folding:
         if branch is not None:
             self._inline(node, branch)
             return
-        for body in _bodies(node):
+        for body in bodies_of(node):
             self.fold(body)
         if any(v.is_graph_output() and graph is not self.main for v in node.outputs):
             return  # what a body returns must be made in the body
@@ -239,7 +239,7 @@ class _Folding:
         known = self.inference.integers(y)
         if len(node.outputs) == 1 and known is not None and all(isinstance(d, int) for d in known.flat):
             return None if y.dtype is None else [known.astype(y.dtype.numpy())]
-        if node.domain or node.op_type in _NOT_FOLDED or not node.inputs or _bodies(node):
+        if node.domain or node.op_type in _NOT_FOLDED or not node.inputs or bodies_of(node):
             return None
         if any(v is not None and (v.const_value is None or v.is_graph_input()) for v in node.inputs):
             return None
@@ -275,10 +275,6 @@ class _Folding:
         assert graph is not None
         for inner in splice(node, branch, list(branch.outputs), self.names):
             self._fold_node(graph, inner)
-
-
-def _bodies(node: ir.Node) -> list[ir.Graph]:
-    return [a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
 
 
 def _taken_branch(node: ir.Node) -> ir.Graph | None:

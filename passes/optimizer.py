@@ -257,7 +257,10 @@ class Scalars:
 
     def own_count(self) -> ir.Value:
         """The step for one node that writes over it. ONNX Runtime merges equal nodes, so each has another bound below."""
-        return self.op.Max(self.count, -len(self.op.graph))
+        assert self.count is not None
+        known = ir.Value(type=self.count.type, shape=self.count.shape)  # inference would look at each bound anew
+        own: ir.Value = self.op.Max(self.count, -len(self.op.graph), _outputs=[known])
+        return own
 
     @contextmanager
     def shared(self) -> Iterator[None]:

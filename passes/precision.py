@@ -157,7 +157,7 @@ def widen_missing(graph: ir.Graph, target: Target) -> None:
     wide: dict[ir.Value, ir.Value] = {}
     for node in list(graph):
         types = [v.dtype for v in [*node.inputs, *node.outputs] if v is not None and v.dtype is not None]
-        narrow = next((t for t in types if target.misses(node.op_type, t.numpy().name)), None)
+        narrow = next((t for t in dict.fromkeys(types) if target.misses(node.op_type, _numpy_name(t))), None)
         if narrow is None:
             continue
         with op.scope(node.name or node.op_type, before=node, origin=node.name or "", rule=node.op_type, pass_="lower"):
@@ -170,6 +170,11 @@ def widen_missing(graph: ir.Graph, target: Target) -> None:
                 result.shape = old.shape
                 take_place(old, result)
         graph.remove(node, safe=True)
+
+
+@cache
+def _numpy_name(dtype: ir.DataType) -> str:
+    return str(dtype.numpy().name)
 
 
 _FLOAT = ir.TensorType(ir.DataType.FLOAT)

@@ -299,11 +299,29 @@ def test_a_type_that_safetensors_does_not_have_is_refused(tmp_path: Path):
 
 
 def test_data_that_was_cut_after_the_model_was_read_is_noticed(tmp_path: Path):
-    (tmp_path / "w.bin").write_bytes(bytes(48))
-    weights = {"w": load_model(write(tmp_path, model(external("w.bin")))).graph.initializers["w"].const_value}
+    weight = external("w.bin")
+    weight.dims[:] = [3, 40]  # small ones are read with the model
+    (tmp_path / "w.bin").write_bytes(bytes(480))
+    weights = {"w": load_model(write(tmp_path, model(weight))).graph.initializers["w"].const_value}
     (tmp_path / "w.bin").write_bytes(bytes(20))
     with pytest.raises(ModelError, match="'w'"):
         write_safetensors(tmp_path / "t", weights)
+
+
+def test_small_external_tensors_are_read_with_the_model(tmp_path: Path):
+    """As they are, whatever becomes of the file; a type of half a byte too."""
+    (tmp_path / "w.bin").write_bytes(np.arange(12, dtype="<f4").tobytes())
+    found = load_model(write(tmp_path, model(external("w.bin"))))
+    (tmp_path / "w.bin").unlink()
+    value = found.graph.initializers["w"].const_value
+    assert np.array_equal(value.numpy(), np.arange(12, dtype=np.float32).reshape(3, 4))
+    assert value.name == "w"
+
+    (tmp_path / "w.bin").write_bytes(bytes([0x21, 0x43, 0x65]))
+    weight = external("w.bin")
+    weight.data_type, weight.dims[:] = onnx.TensorProto.INT4, [2, 3]
+    value = load_model(write(tmp_path, model(weight))).graph.initializers["w"].const_value
+    assert value.numpy().astype(int).tolist() == [[1, 2, 3], [4, 5, 6]]
 
 
 def test_large_external_weights_are_never_in_memory(tmp_path: Path):

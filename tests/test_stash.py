@@ -310,7 +310,7 @@ def test_sessions_peak_as_predicted(name: str, sizes: dict[str, int], stash: dic
     found = measured(SESSION, str(tmp_path / "o"), str(tmp_path / "batch.npz"))
     train = plan.stages[0].phases["train"]
     assert found[train.file] == pytest.approx(train.memory.peak_bytes, rel=0.1)
-    if not (name.startswith("gpt") and "dtype" not in stash):
+    if "dtype" in stash or name.startswith("resnet"):  # masks and indices alone are not at the others' peak
         assert train.memory.peak_bytes < plain.stages[0].phases["train"].memory.peak_bytes
 
 

@@ -156,7 +156,7 @@ class Builder:
         if key not in self._constants:
             text = _digits(array) if array.size <= 8 else f"{array.dtype}{list(array.shape)}"
             name = self.names.fresh(f"const/{text}")
-            value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
+            value = ir.Value(name=name, const_value=ir.Tensor(array, name=name))
             value.shape, value.dtype = ir.Shape(array.shape), value.const_value.dtype  # type: ignore[union-attr]
             self.graph.register_initializer(value)
             self._constants[key] = value

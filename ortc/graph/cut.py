@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ortc.graph.builder import Builder
-from ortc.graph.names import captured
+from ortc.graph.names import bodies_of, captured
 
 
 def read_by(node: ir.Node) -> list[ir.Value]:
     """The values of the graph that a node reads, those of its nested bodies included."""
-    return [v for v in [*node.inputs, *captured(node)] if v is not None]
+    own = [v for v in node.inputs if v is not None]
+    return own + captured(node) if bodies_of(node) else own
 
 
 def needed(outputs: Iterable[ir.Value], given: Collection[ir.Value]) -> tuple[set[ir.Node], set[ir.Value]]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ortc.graph.cut import read_by
+from ortc.graph.names import bodies_of
 from ortc.graph.shapes import dims
 
 
@@ -84,8 +85,7 @@ def _live(graph: ir.Graph, nodes: Sequence[ir.Node], sizes: Sizes, memory: Memor
 
 def _inside(node: ir.Node, sizes: Sizes, memory: Memory) -> int:
     """What the bodies nested in a node take while it runs, one at a time."""
-    bodies = [a.value for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
-    return max((liveness(body, sizes, memory).peak for body in bodies), default=0)
+    return max((liveness(body, sizes, memory).peak for body in bodies_of(node)), default=0)
 
 
 def _walk(

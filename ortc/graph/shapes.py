@@ -19,7 +19,7 @@ Dims = tuple[Dim, ...]
 FLOAT_TYPES = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
 # Inputs of at most this many elements are shown to shape inference (axes, target shapes, …).
-_SMALL = 64
+SMALL = 64
 
 # Answers of shape inference that are kept, per opset: some ten thousand nodes' worth, in tens of MB.
 _REMEMBERED = 1 << 16
@@ -64,7 +64,7 @@ def type_name(dtype: ir.DataType) -> str:
 
 def constant(value: ir.Value | None) -> np.ndarray | None:
     """The value's array if it is a small constant (never a weight's), else None."""
-    if value is None or value.const_value is None or value.const_value.size > _SMALL or value.is_graph_input():
+    if value is None or value.const_value is None or value.const_value.size > SMALL or value.is_graph_input():
         return None
     if value.const_value.dtype == ir.DataType.STRING:
         return None
