@@ -201,13 +201,19 @@ def check_invariants(model: ir.Model, where: str) -> None:
 
 @contextlib.contextmanager
 def paused_gc() -> Iterator[None]:
-    """Without Python's cyclic collector: graphs are millions of linked objects, and walking them costs half the time."""
+    """Without Python's cyclic collector: graphs are millions of linked objects, and walking them costs half the time.
+
+    Afterwards they count as old, so that not the next small collection walks them all, but the next full one.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
+            if gc.get_freeze_count() == 0:  # else somebody else's frozen objects would thaw
+                gc.freeze()
+                gc.unfreeze()  # what thaws is in the oldest generation
             gc.enable()
 
 
