@@ -149,7 +149,8 @@ def run_passes(
             before = c.count_nodes()
             changed = step.run(c)
             c.history.append(PassRun(name=step.name, before=before, after=c.count_nodes()))
-            for phase, model in c.all_models().items() if changed is not False else ():
+            named = {id(model): (model, phase) for phase, model in c.all_models().items()}  # a single stage is the model itself
+            for model, phase in named.values() if changed is not False else ():
                 check_invariants(model, f"pass {step.name} ({phase})")
             done.append(step.name)
             if after is not None:
@@ -192,9 +193,10 @@ def check_invariants(model: ir.Model, where: str) -> None:
             missing = [v.name for v in node.inputs if v is not None and v not in known]
             raise AssertionError(f"{where}: {node.name} reads {missing[0]} before it is made")
         known.update(node.outputs)
-    names = [name for value in known if value is not None and (name := value.name)]
+    names = [value.name for value in known if value is not None]
     if len(set(names)) < len(names):
-        raise AssertionError(f"{where}: two values are called {next(n for n, k in Counter(names).items() if k > 1)}")
+        twice = [name for name, count in Counter(names).items() if name and count > 1]  # an output that is left out has none
+        assert not twice, f"{where}: two values are called {twice[0]}"
     for value in graph.outputs:
         assert value in known, f"{where}: output {value.name} is not made in the graph"
 
