@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
 
 import onnx_ir as ir
 
 from ortc.compiler import of, role
 from ortc.graph.liveness import Liveness, Memory, NodeMemory, liveness
+from ortc.graph.names import all_graphs
 from ortc.passes.costs import Shapes
 from ortc.rules import OpKey, node_key, op_key
 
@@ -87,18 +88,23 @@ _SCRATCH: dict[OpKey, Callable[[ir.Node, Shapes], int]] = {
 }
 
 
+_FIRST = ((0, 0),)  # of the first input and the first output
+_KINDS = {**dict.fromkeys(VIEWS, NodeMemory(views=_FIRST)), **dict.fromkeys(_IN_PLACE, NodeMemory(in_place=_FIRST))}
+_PLAIN = NodeMemory()
+
+
 def node_memory(node: ir.Node, shapes: Shapes | None = None) -> NodeMemory:
     """What is known of a node; its scratch only where the shapes are."""
     key = node_key(node)
-    elements = 0 if shapes is None or key not in _SCRATCH else _SCRATCH[key](node, shapes)
-    scratch = elements * (node.outputs[0].dtype or ir.DataType.FLOAT).itemsize
-    views = ((0, 0),) if key in VIEWS else ()
-    return NodeMemory(views=views, in_place=((0, 0),) if key in _IN_PLACE else (), scratch=math.ceil(scratch))
+    kind = _KINDS.get(key, _PLAIN)
+    if shapes is None or key not in _SCRATCH:
+        return kind
+    return replace(kind, scratch=math.ceil(_SCRATCH[key](node, shapes) * (node.outputs[0].dtype or ir.DataType.FLOAT).itemsize))
 
 
 def kernels(shapes: Shapes) -> Memory:
     """What is known of every node of a graph with these sizes."""
-    return cache(lambda node: node_memory(node, shapes))  # orders are compared, which asks of each node again
+    return lambda node: node_memory(node, shapes)
 
 
 # Outputs that the runtime binds to arrays of its own.
@@ -109,8 +115,7 @@ def value_bytes(graph: ir.Graph, shapes: Shapes) -> dict[ir.Value, int]:
     """Bytes of the values that a session makes in memory of its own, those of nested graphs too."""
     parameters = {of(v) for v in graph.inputs if role(v) == "parameter"}
     bound = {v for v in graph.outputs if role(v) in _BOUND and (role(v) != "gradient" or of(v) in parameters)}
-    graphs = [graph, *graph.subgraphs()]
-    made = (v for g in graphs for node in g for v in node.outputs if v.name)  # one without a name is left out
+    made = [v for g in all_graphs(graph) for node in g for v in node.outputs if v.name]  # one without a name is left out
     return {v: shapes.bytes(v) for v in made if v not in bound}
 
 

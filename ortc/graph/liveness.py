@@ -70,17 +70,55 @@ def liveness(graph: ir.Graph, sizes: Sizes, memory: Memory, order: Sequence[ir.N
         order: the nodes in another order than the graph's.
     """
     nodes = list(graph) if order is None else order
-    live = _live(graph, nodes, sizes, memory)
-    at = max(range(len(live)), key=live.__getitem__, default=0)
-    alive: list[tuple[ir.Value, int]] = []
-    for _, _, held in itertools.islice(_walk(graph, nodes, sizes, memory), at, at + 1):
-        alive = sorted(((v, n) for v, n in held.items() if n), key=lambda pair: -pair[1])
-    return Liveness(live, at, alive)
+    return _liveness(graph, nodes, _facts(nodes, memory), sizes, memory)
 
 
-def _live(graph: ir.Graph, nodes: Sequence[ir.Node], sizes: Sizes, memory: Memory) -> list[int]:
-    """Bytes in use while each node runs."""
-    return [sum_ + memory(node).scratch + _inside(node, sizes, memory) for node, sum_, _ in _walk(graph, nodes, sizes, memory)]
+# What a node reads (twice what it reads in two places), and how it deals with memory.
+_Facts = Mapping[ir.Node, tuple[Sequence[ir.Value], NodeMemory]]
+
+
+def _facts(nodes: Sequence[ir.Node], memory: Memory) -> _Facts:
+    return {node: (read_by(node), memory(node)) for node in nodes}
+
+
+def _liveness(graph: ir.Graph, nodes: Sequence[ir.Node], facts: _Facts, sizes: Sizes, memory: Memory) -> Liveness:
+    unread: dict[ir.Value, int] = {}  # readers of a value; of a buffer, as those of its values come to be made
+    for value in itertools.chain(graph.outputs, *(reads for reads, _ in facts.values())):
+        unread[value] = unread.get(value, 0) + 1
+    buffer: dict[ir.Value, ir.Value] = {}
+    held: dict[ir.Value, int] = {}  # the buffers in use, by the value that they were made for
+    spans: dict[
+        ir.Value, tuple[int, int]
+    ] = {}  # of a buffer that nobody needs any more: its bytes, and where it was needed last
+    first: dict[ir.Value, int] = {}  # where each buffer was made
+    live: list[int] = []
+    total = 0
+    kept = set(graph.outputs)
+    for at, node in enumerate(nodes):
+        reads, behaviour = facts[node]
+        outputs = node.outputs
+        idle = [v for v in outputs if v not in unread]
+        for position, value in enumerate(outputs):
+            shared = None if value in kept else _shared(node, position, behaviour, buffer, unread, held)
+            if shared is None:
+                buffer[value] = value
+                first[value] = at
+                held[value] = size = sizes.get(value, 0)
+                total += size
+                unread.setdefault(value, 0)
+            else:
+                buffer[value] = shared
+                unread[shared] += unread.get(value, 0)
+        live.append(total + behaviour.scratch + _inside(node, sizes, memory))
+        for value in reads:
+            unread[buffer.get(value, value)] -= 1
+        for value in (*reads, *outputs):
+            made = buffer.get(value, value)
+            if unread[made] == 0 and made in held and made not in idle:
+                size = held.pop(made)
+                spans[made] = size, at
+                total -= size
+    return Liveness(live, *_alive(live, first, held, spans))
 
 
 def _inside(node: ir.Node, sizes: Sizes, memory: Memory) -> int:
@@ -88,36 +126,20 @@ def _inside(node: ir.Node, sizes: Sizes, memory: Memory) -> int:
     return max((liveness(body, sizes, memory).peak for body in bodies_of(node)), default=0)
 
 
-def _walk(
-    graph: ir.Graph, nodes: Sequence[ir.Node], sizes: Sizes, memory: Memory
-) -> Iterator[tuple[ir.Node, int, dict[ir.Value, int]]]:
-    """Every node with the bytes of the buffers in use while it runs, and those buffers by the value that they were made for."""
-    reads = {node: read_by(node) for node in nodes}  # twice what it reads in two places
-    unread: dict[ir.Value, int] = {}  # readers of a value; of a buffer, as those of its values come to be made
-    for value in itertools.chain(graph.outputs, *reads.values()):
-        unread[value] = unread.get(value, 0) + 1
-    buffer: dict[ir.Value, ir.Value] = {}
-    held: dict[ir.Value, int] = {}
-    total = 0
-    kept = set(graph.outputs)
-    for node in nodes:
-        idle = {v for v in node.outputs if v not in unread}
-        for position, value in enumerate(node.outputs):
-            shared = None if value in kept else _shared(node, position, memory(node), buffer, unread, held)
-            if shared is None:
-                buffer[value] = value
-                held[value] = sizes.get(value, 0)
-                total += held[value]
-                unread.setdefault(value, 0)
-            else:
-                buffer[value] = shared
-                unread[shared] += unread.get(value, 0)
-        yield node, total, held
-        for value in reads[node]:
-            unread[buffer.get(value, value)] -= 1
-        for made in {buffer.get(v, v): None for v in (*reads[node], *node.outputs)}:
-            if unread[made] == 0 and made not in idle:
-                total -= held.pop(made, 0)
+def _alive(
+    live: Sequence[int],
+    first: Mapping[ir.Value, int],
+    held: Mapping[ir.Value, int],
+    spans: Mapping[ir.Value, tuple[int, int]],
+) -> tuple[int, list[tuple[ir.Value, int]]]:
+    """The position of the first node with the most in use, and the buffers in use there, the largest first."""
+    peak = max(range(len(live)), key=live.__getitem__, default=0)
+    alive = []
+    for value, since in first.items():
+        size, until = spans[value] if value in spans else (held[value], len(live))
+        if size and since <= peak <= until:
+            alive.append((value, size))
+    return peak, sorted(alive, key=lambda pair: -pair[1])
 
 
 def _shared(
@@ -168,14 +190,15 @@ def low_peak_order(graph: ir.Graph, sizes: Sizes, memory: Memory) -> list[ir.Nod
         graph, sizes, memory: as for :func:`liveness`.
     """
     nodes = list(graph)
-    scheduled = _Schedule(nodes, set(graph.outputs), sizes, memory).run()
-    return min((nodes, scheduled), key=lambda order: max(_live(graph, order, sizes, memory), default=0))
+    facts = _facts(nodes, memory)
+    scheduled = _Schedule(nodes, set(graph.outputs), facts, sizes).run()
+    return min((nodes, scheduled), key=lambda order: _liveness(graph, order, facts, sizes, memory).peak)
 
 
 class _Schedule:
     """A list schedule, by position: of nodes, and of buffers, which are values together with their views."""
 
-    def __init__(self, nodes: Sequence[ir.Node], kept: Collection[ir.Value], sizes: Sizes, memory: Memory) -> None:
+    def __init__(self, nodes: Sequence[ir.Node], kept: Collection[ir.Value], facts: _Facts, sizes: Sizes) -> None:
         at = {node: i for i, node in enumerate(nodes)}
         self._nodes = nodes
         self._size: list[int] = []
@@ -187,7 +210,8 @@ class _Schedule:
         self._after: list[list[int]] = [[] for _ in nodes]
         buffer: dict[ir.Value, int] = {}
         for i, node in enumerate(nodes):
-            values = dict.fromkeys(read_by(node))
+            reads, behaviour = facts[node]
+            values = dict.fromkeys(reads)
             before = dict.fromkeys(at[p] for v in values if (p := v.producer()) in at)
             self._missing.append(len(before))
             for j in before:
@@ -197,7 +221,7 @@ class _Schedule:
                 self._left[b] += 1
                 self._rest[b] += i
             self._makes.append([])
-            viewed = {o: v for j, o in memory(node).views if (v := _input(node, j)) is not None}
+            viewed = {o: v for j, o in behaviour.views if (v := _input(node, j)) is not None}
             for position, value in enumerate(node.outputs):
                 source = None if value in kept else viewed.get(position)
                 if source is None:
@@ -228,8 +252,8 @@ class _Schedule:
         return [self._nodes[i] for i in order]
 
     def _rank(self, i: int) -> tuple[int, int]:
-        added = sum(self._size[b] for b in self._makes[i] if self._left[b])
-        added -= sum(self._size[b] for b in self._reads[i] if self._left[b] == 1)
+        added = sum([self._size[b] for b in self._makes[i] if self._left[b]])
+        added -= sum([self._size[b] for b in self._reads[i] if self._left[b] == 1])
         return (added, i) if added <= 0 else (1, i)
 
     def _place(self, i: int) -> Iterator[int]:
