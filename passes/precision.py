@@ -20,6 +20,7 @@ from ortc.compiler import Compilation, Pass, matches, role
 from ortc.errors import RecipeError
 from ortc.graph.builder import Builder
 from ortc.graph.names import captured, take_place
+from ortc.graph.shapes import type_name
 from ortc.target import Target, packaged_toml
 
 HALF = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
@@ -157,7 +158,7 @@ def widen_missing(graph: ir.Graph, target: Target) -> None:
     wide: dict[ir.Value, ir.Value] = {}
     for node in list(graph):
         types = [v.dtype for v in [*node.inputs, *node.outputs] if v is not None and v.dtype is not None]
-        narrow = next((t for t in dict.fromkeys(types) if target.misses(node.op_type, _numpy_name(t))), None)
+        narrow = next((t for t in dict.fromkeys(types) if target.misses(node.op_type, type_name(t))), None)
         if narrow is None:
             continue
         with op.scope(node.name or node.op_type, before=node, origin=node.name or "", rule=node.op_type, pass_="lower"):
@@ -170,11 +171,6 @@ def widen_missing(graph: ir.Graph, target: Target) -> None:
                 result.shape = old.shape
                 take_place(old, result)
         graph.remove(node, safe=True)
-
-
-@cache
-def _numpy_name(dtype: ir.DataType) -> str:
-    return str(dtype.numpy().name)
 
 
 _FLOAT = ir.TensorType(ir.DataType.FLOAT)

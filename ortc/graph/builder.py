@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,6 @@ class Builder:
         self._outer = outer
         self.root: ir.Graph = graph if outer is None else outer.root
         self.opset = self.root.opset_imports[""]
-        self.names: Names = Names(taken_names(graph)) if outer is None else outer.names
         self._inference = node_inference(self.opset)
         self._constants: dict[Any, ir.Value] = {}
         self._shapes: dict[ir.Value, ir.Value] = {}
@@ -44,6 +43,11 @@ class Builder:
         self._metadata: dict[str, str] = {}
 
     # ---- where nodes go and what they are called -------------------------------------------------------------
+
+    @cached_property
+    def names(self) -> Names:
+        """The names of the outermost graph; looked up with the first new node, for many builders come to write none."""
+        return Names(taken_names(self.graph)) if self._outer is None else self._outer.names
 
     @contextlib.contextmanager
     def scope(self, prefix: str, before: ir.Node | None = None, **metadata: str) -> Iterator[None]:
@@ -114,10 +118,17 @@ class Builder:
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _operands(self, op_type: str, domain: str, inputs: Sequence[Operand]) -> list[ir.Value | None]:
+        data = any(not (v is None or isinstance(v, ir.Value)) for v in inputs)
+        values = self._with_constants(op_type, domain, inputs) if data else list(inputs)
+        while values and values[-1] is None:
+            values.pop()
+        return values  # type: ignore[return-value]
+
+    def _with_constants(self, op_type: str, domain: str, inputs: Sequence[Operand]) -> list[Operand]:
         kinds = _type_variables(op_type, domain, self.opset)
         variadic = kinds[-1:] if kinds else [""]
         kinds_of = [kinds[i] if i < len(kinds) else variadic[0] for i in range(len(inputs))]
-        values: list[ir.Value | None] = []
+        values: list[Operand] = []
         for operand, kind in zip(inputs, kinds_of, strict=True):
             if operand is None or isinstance(operand, ir.Value):
                 values.append(operand)
@@ -130,8 +141,6 @@ class Builder:
                 values.append(self.const(operand))
             else:
                 values.append(self.const(np.asarray(operand, dtype=np.int64)))
-        while values and values[-1] is None:
-            values.pop()
         return values
 
     # ---- vocabulary ------------------------------------------------------------------------------------------

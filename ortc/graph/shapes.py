@@ -56,6 +56,7 @@ def is_float(value: ir.Value) -> bool:
     return value.dtype in FLOAT_TYPES
 
 
+@cache
 def type_name(dtype: ir.DataType) -> str:
     """NumPy's name of an element type, e.g. float32; bfloat16, of which NumPy has none, as such."""
     names = {ir.DataType.FLOAT: "float32", ir.DataType.DOUBLE: "float64"}
