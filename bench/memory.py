@@ -188,10 +188,11 @@ def main() -> int:
         for file in ordered["predicted"]:
             line = f"{name:>10} {file.removesuffix('.onnx').removeprefix('stage-'):>21} "
             for row in (built, ordered):
-                ratio = row["predicted"][file] / row["measured"][file]
+                ratio = row["predicted"][file] / max(row["measured"][file], 1)
                 line += f"{_mib(row['predicted'][file]):>10} {_mib(row['measured'][file]):>10} {ratio:>6.2f} "
             right &= abs(ratio - 1) <= ALLOWED or ordered["measured"][file] < SMALL
-            print(line + f"{ordered['measured'][file] / built['measured'][file]:>7.2f}", flush=True)
+            less = ordered["measured"][file] / max(built["measured"][file], 1)
+            print(line + f"{less:>7.2f}", flush=True)
         print(
             f"{name:>10} {'step':>21} {'':>10} {_mib(built['step']):>10} {'':>6} {'':>10} {_mib(ordered['step']):>10}",
             flush=True,
