@@ -228,6 +228,12 @@ def set_role(value: ir.Value, role: str, of: str | None = None, slot: str | None
     return value
 
 
+def clear_role(value: ir.Value) -> None:
+    """Let a value be one like any other."""
+    for key in (ROLE, OF, SLOT):
+        value.metadata_props.pop(key, None)
+
+
 def set_stages(value: ir.Value, stages: Iterable[int]) -> ir.Value:
     """Say which stages are at the other end of a boundary."""
     value.metadata_props[STAGES] = ",".join(map(str, sorted(stages)))

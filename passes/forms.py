@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from ortc.compiler import Compilation, Pass, of, role, set_role
+from ortc.compiler import Compilation, Pass, clear_role, of, role, set_role
 from ortc.errors import ModelError
 from ortc.graph.builder import Builder
 from ortc.graph.names import take_place
@@ -65,9 +65,10 @@ class TrainingForm(Pass):
         c.graph.outputs.extend(kept)
         op = Builder(c.graph)
         random = Randomness(op)
+        newest: dict[ir.Value, ir.Value] = {}
         for node in list(c.graph):
             if _is(node, "BatchNormalization"):
-                _train_batch_norm(c, op, node)
+                _train_batch_norm(c, op, node, newest)
             elif _is(node, "Dropout") and constant_ratio(node) == 0:
                 _bypass_dropout(op, node)
             elif node.op_type in RANDOM and not node.domain:
@@ -119,8 +120,14 @@ def _bypass_dropout(op: Builder, node: ir.Node) -> None:
     op.graph.remove(node, safe=True)
 
 
-def _train_batch_norm(c: Compilation, op: Builder, node: ir.Node) -> None:
-    """Batch statistics, with the new running statistics as outputs (momentum as the node has it)."""
+def _train_batch_norm(c: Compilation, op: Builder, node: ir.Node, newest: dict[ir.Value, ir.Value]) -> None:
+    """Batch statistics, with the new running statistics as outputs (momentum as the node has it).
+
+    A layer that is called more than once updates its statistics as often, one call after the other.
+
+    Args:
+        newest: by buffer, what the calls so far have made of it.
+    """
     if c.recipe.batch_norm == "frozen":
         node.attributes.pop("training_mode", None)
         node.resize_outputs(1)
@@ -141,8 +148,14 @@ def _train_batch_norm(c: Compilation, op: Builder, node: ir.Node) -> None:
     node.domain, node.op_type = "com.microsoft", "BatchNormInternal"  # which gives the batch's statistics as well
     c.graph.opset_imports.setdefault(node.domain, 1)
     node.resize_outputs(5)
-    for value, saved, what, buffer in zip(node.outputs[1:3], node.outputs[3:], ("mean", "inv_std"), buffers, strict=True):
+    for i, (saved, what, buffer) in enumerate(zip(node.outputs[3:], ("mean", "inv_std"), buffers, strict=True), 1):
         assert buffer is not None
+        value, earlier = node.outputs[i], newest.get(buffer)
+        if earlier is not None:
+            node.replace_input_with(2 + i, earlier)
+            c.graph.outputs.remove(earlier)
+            clear_role(earlier)
+        newest[buffer] = value
         value.name = value.name or op.names.fresh(f"{buffer.name}.new")
         saved.name = op.names.fresh(f"{node.name}.saved_{what}")
         for each in (value, saved):

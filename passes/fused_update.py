@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from onnx_ir.passes.common import DeduplicateInitializersPass
 
-from ortc.compiler import OF, ROLE, SLOT, Compilation, Pass, of, role
+from ortc.compiler import SLOT, Compilation, Pass, clear_role, of, role
 from ortc.errors import RecipeError
 from ortc.graph.builder import Builder
 from ortc.graph.cut import read_by
@@ -95,8 +95,7 @@ def _fuse(train: ir.Model, update: ir.Model) -> None:
             ir.convenience.replace_all_uses_with(port, source)
     outputs = [v for v in graph.outputs if gradients.get(of(v)) is not v]
     for gradient in gradients.values():
-        for text in (ROLE, OF):
-            gradient.metadata_props.pop(text)
+        clear_role(gradient)
     graph.outputs.clear()
     graph.outputs.extend([*outputs, *new])
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from ortc.boundary import Part
-from ortc.compiler import OF, ROLE, STAGES, Compilation, Pass, of, role, set_role, set_stages, stages_of
+from ortc.compiler import STAGES, Compilation, Pass, clear_role, of, role, set_role, set_stages, stages_of
 from ortc.errors import RecipeError
 from ortc.graph.builder import Builder
 from ortc.graph.cut import carve, cut, needed, read_by
@@ -48,6 +49,7 @@ class CutStages(Pass):
         places: dict[str, tuple[int, ...]] = {}
         for node, stage in found.stage_of.items():
             places[node.name or ""] = tuple(sorted(found.duplicated.get(node, {stage})))
+        _buffers_in_one_stage(c.graph, places)
         _follow_readers(c.graph, evaluation.graph, places)
         c.costs = [_costs(row, count) for row, count in zip(found.table, in_flight(schedule), strict=True)]
         c.stages = [{} for _ in range(pipeline.stages)]
@@ -55,6 +57,21 @@ class CutStages(Pass):
         _cut_into(c, "train", c.model, places)
         _cut_into(c, "eval", evaluation, _by_inputs(evaluation.graph, places))
         check(schedule, _edges(c))
+
+
+def _buffers_in_one_stage(graph: ir.Graph, places: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a layer whose calls are in several stages: those of the earlier one would not see what the later one wrote."""
+    written = {of(v): v.producer() for v in graph.outputs if role(v) == "buffer"}
+    for buffer in [v for v in graph.inputs if of(v) in written]:
+        nodes = [use.node for use in buffer.uses()] + [n for n in (written[of(buffer)],) if n is not None]
+        stages = {stage for node in nodes for stage in places[node.name or ""]}
+        if len(stages) > 1:
+            calls = " and ".join(repr(node.name) for node in dict.fromkeys(nodes))
+            raise RecipeError(
+                f"stages: {calls} update {of(buffer)}, one after the other, and lie in stages "
+                f"{', '.join(map(str, sorted(stages)))}: cut so that they are in one (--cut), "
+                "or compile with --batch-norm frozen"
+            )
 
 
 def _place_part(c: Compilation, part: Part, evaluation: ir.Model, schedule: Schedule) -> None:
@@ -278,8 +295,7 @@ def _accumulate(model: ir.Model, tables_only: bool = False) -> None:
             graph.remove(node)
             graph.insert_after(source, node)
         set_role(added, "gradient", of=of(gradient))
-        for text in (ROLE, OF):  # of a node that the gradients of inputs need as well, it is a value to be kept
-            gradient.metadata_props.pop(text)
+        clear_role(gradient)  # of a node that the gradients of inputs need as well, it is a value to be kept
         graph.outputs[index] = added
     remove_unused(model)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from gradcheck import TARGETS
 from onnx import numpy_helper
@@ -240,6 +241,68 @@ def test_batch_norm_updates_and_exports_its_statistics(tmp_path):
     x = numbers["input"]["x"] @ stored["W"] - want["running_mean"]
     y = x / np.sqrt(want["running_var"] + 1e-3) * stored["scale"] + stored["bias"]
     np.testing.assert_allclose(outputs_of(tmp_path / "trained.onnx", numbers["input"])["y"], y, rtol=1e-4, atol=1e-5)
+
+
+CALLED_TWICE = """<ir_version: 8, opset_import: ["": 15]> g (float[N,3] x, float[N,3] z) => (float[N,4] y) {
+    h = MatMul (x, W)
+    k = MatMul (z, W)
+    a, mean_a, var_a = BatchNormalization <training_mode = 1, momentum = 0.8> (h, scale, bias, mean, variance)
+    b, mean_b, var_b = BatchNormalization <training_mode = 1, momentum = 0.8> (k, scale, bias, mean, variance)
+    p = Tanh (a)
+    y = Mul (p, b)
+}"""
+
+
+def called_twice(folder: Path) -> dict[str, np.ndarray]:
+    """Writes a model that calls one batch norm twice, and gives a batch and the model's weights."""
+    numbers = np.random.default_rng(7)
+    shapes = {"W": (3, 4), "scale": 4, "bias": 4, "mean": 4, "variance": 4, "x": (6, 3), "z": (6, 3), "labels": (6, 4)}
+    arrays = {name: numbers.uniform(0.5, 2, shape).astype(np.float32) for name, shape in shapes.items()}
+    model = onnx.parser.parse_model(CALLED_TWICE)
+    model.graph.initializer.extend(numpy_helper.from_array(arrays[n], n) for n in ("W", "scale", "bias", "mean", "variance"))
+    onnx.save(model, folder / "model.onnx")
+    return arrays
+
+
+@pytest.mark.parametrize("recipe", [{}, {"recompute": {"nodes": "full"}}, {"pipeline": {"micro_batches": 2}}], ids=str)
+def test_a_batch_norm_that_is_called_twice_updates_its_statistics_twice(recipe, tmp_path):
+    arrays = called_twice(tmp_path)
+    compile(
+        tmp_path / "model.onnx",
+        tmp_path / "stages",
+        parse_recipe({"loss": [{"name": "mse"}], "target": TARGETS[-1].name, **recipe}),
+    )
+    with Trainer(tmp_path / "stages") as trainer:
+        trainer.step({name: arrays[name] for name in ("x", "z", "labels")})
+        found = {name: trainer.parameters[name].copy() for name in ("mean", "variance")}
+    parts = recipe.get("pipeline", {}).get("micro_batches", 1)
+    want = {name: arrays[name].astype(np.float64) for name in found}
+    for x, z in zip(np.split(arrays["x"], parts), np.split(arrays["z"], parts), strict=True):
+        for rows in (x @ arrays["W"], z @ arrays["W"]):
+            want = {"mean": 0.8 * want["mean"] + 0.2 * rows.mean(0), "variance": 0.8 * want["variance"] + 0.2 * rows.var(0)}
+    for name, value in want.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5)
+
+
+def test_a_batch_norm_whose_calls_lie_in_two_stages_is_refused(tmp_path):
+    called_twice(tmp_path)
+    recipe = {"loss": [{"name": "mse"}], "pipeline": {"stages": 2, "micro_batches": 2, "cuts": ["p"]}}
+    with pytest.raises(RecipeError, match=r"update mean, one after the other, and lie in stages 0, 1.*--batch-norm frozen"):
+        compile(tmp_path / "model.onnx", tmp_path / "stages", parse_recipe(recipe))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_a_training_graph_leaves_a_callers_statistics_alone(target, tmp_path):
+    """ONNX Runtime writes the statistics that BatchNormalization makes over those that it is given, be they the caller's."""
+    arrays = {**numbers_of("batchnorm_running_stats")["weight"], **numbers_of("batchnorm_running_stats")["input"]}
+    onnx.save(build("batchnorm_running_stats"), tmp_path / "model.onnx")
+    compile(tmp_path / "model.onnx", tmp_path / "stages", parse_recipe({"loss": [{"name": "mse"}], "target": target.name}))
+    session = ort.InferenceSession(tmp_path / "stages" / "stage-0" / "train.onnx")
+    feeds = {i.name: arrays.get(i.name, np.zeros((len(arrays["x"]), 4), np.float32)).copy() for i in session.get_inputs()}
+    before = {name: array.copy() for name, array in feeds.items()}
+    session.run(None, feeds)
+    for name, array in feeds.items():
+        np.testing.assert_array_equal(array, before[name], err_msg=name)
 
 
 def test_what_cannot_train_is_said_and_refused_by_name(tmp_path, capsys):

@@ -8,8 +8,10 @@ from ortc.rules import lowering
 @lowering("com.microsoft::BatchNormInternal")
 def batch_norm_internal(op, X, scale, B, input_mean, input_var, *, epsilon=1e-5, momentum=0.9, training_mode=1):
     """With a momentum of 0 the running statistics of the standard's operator are the batch's, which the gradient reads"""
+    # ONNX Runtime writes them over the statistics that it is given, even where those are read again or are the caller's.
+    overwritten = (op.cast(op.Less(v, v), v) for v in (input_mean, input_var))
     Y, mean, variance = op.BatchNormalization(
-        X, scale, B, input_mean, input_var, epsilon=epsilon, momentum=0.0, training_mode=training_mode, _outputs=3
+        X, scale, B, *overwritten, epsilon=epsilon, momentum=0.0, training_mode=training_mode, _outputs=3
     )
     running = (old * momentum + new * (1 - momentum) for old, new in ((input_mean, mean), (input_var, variance)))
     return Y, *running, mean, op.Reciprocal(op.Sqrt(variance + float(epsilon)))
