@@ -10,7 +10,6 @@ import random
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import numpy_helper
 from onnx_ir.passes.common import DeduplicateInitializersPass, RemoveUnusedNodesPass
+from timing import seconds
 
 from ortc import passes
 from ortc.artifacts import load_rules
@@ -451,16 +451,11 @@ def test_cuts_are_between_layers_where_that_costs_nothing():
 def test_cutting_grows_gently_with_the_model():
     """Eight times the nodes may take some forty times as long at most; a search over pairs of cuts would take 64 and more."""
 
-    def seconds(layers: int) -> float:
+    def cutting(layers: int) -> float:
         problem = transformer(layers)
-        times = []
-        for _ in range(2):
-            start = time.process_time()
-            partition(problem, Machine([8 - s for s in range(8)], 14e9))
-            times.append(time.process_time() - start)
-        return min(times)
+        return seconds(lambda: partition(problem, Machine([8 - s for s in range(8)], 14e9)), 2)
 
-    assert seconds(1000) < 40 * seconds(125)
+    assert cutting(1000) < 40 * cutting(125)
 
 
 def test_a_memory_limit_moves_the_cuts_and_the_error_names_the_smallest():

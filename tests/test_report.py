@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper
+from timing import seconds
 
 from ortc import page
 from ortc.artifacts import compile
@@ -209,7 +209,7 @@ def test_a_report_may_be_made_again(ortc, folder, tmp_path):
 
 
 def test_ten_thousand_nodes(tmp_path):
-    """A large graph gives a page that a browser opens, in seconds."""
+    """A large graph gives a page that a browser opens, in less time than the compilation took."""
     nodes = [
         helper.make_node("Mul" if i % 2 else "Tanh", [f"v{i}", "w"] if i % 2 else [f"v{i}"], [f"v{i + 1}"], name=f"n{i}")
         for i in range(2400)
@@ -218,12 +218,12 @@ def test_ten_thousand_nodes(tmp_path):
     weight = onnx.numpy_helper.from_array(np.ones(4, np.float32), "w")
     graph = helper.make_graph(nodes, "chain", *ports, [weight])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "m.onnx")
-    compile(tmp_path / "m.onnx", tmp_path / "out", parse_recipe({"loss": [{"name": "mse"}]}))
+    compiling = seconds(lambda: compile(tmp_path / "m.onnx", tmp_path / "out", parse_recipe({"loss": [{"name": "mse"}]})))
     assert len(onnx.load_model(tmp_path / "out" / "stage-0" / "train.onnx").graph.node) > 8000
-    start = time.process_time()
-    text = make_report(tmp_path / "out")
-    assert time.process_time() - start < 60
-    assert len(text) < 200_000
+    pages: list[str] = []
+    reporting = seconds(lambda: pages.append(make_report(tmp_path / "out")))
+    assert reporting < compiling, f"report {reporting:.1f} s, compilation {compiling:.1f} s"
+    assert len(pages[0]) < 200_000
 
 
 def test_long_timelines_are_drawn_as_areas():
