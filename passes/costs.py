@@ -307,7 +307,7 @@ def _einsum(node: ir.Node, inputs: Sequence[Sizes], outputs: Sequence[Sizes]) ->
     return max(2 * (len(inputs) - 1), 1) * math.prod(size.values())
 
 
-@_flops("LSTM", "GRU", "RNN")
+@_flops("LSTM", "GRU", "RNN", "com.microsoft::LSTMTraining", "com.microsoft::GRUTraining")
 def _recurrent(node: ir.Node, inputs: Sequence[Sizes], outputs: Sequence[Sizes]) -> float:
     """2·T·B·D·G·H·(I + H), and 10 for each gate's element; X is [T, B, I], W [D, G·H, I], R [D, G·H, H]"""
     gates = _gate_elements(inputs)

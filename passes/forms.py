@@ -15,6 +15,7 @@ from ortc.graph.shapes import stamp_like
 from ortc.passes.normalise import convert_opset, infer_shapes
 from ortc.passes.pipeline import lower
 from ortc.passes.randomness import RANDOM, Randomness, constant_ratio
+from ortc.passes.recurrent import has_training_form, to_training_form
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class TrainingForm(Pass):
         for node in list(c.graph):
             if _is(node, "BatchNormalization"):
                 _train_batch_norm(c, op, node, newest)
+            elif has_training_form(c.target, node):
+                to_training_form(op, node)
             elif _is(node, "Dropout") and constant_ratio(node) == 0:
                 _bypass_dropout(op, node)
             elif node.op_type in RANDOM and not node.domain:

@@ -361,6 +361,7 @@ class Recurrent(OpRun):
     """
 
     defaults: ClassVar[tuple[str, ...]]
+    kept: ClassVar[tuple[int, ...]] = ()  # what a training form gives of every step as well, in hidden sizes
 
     def _run(self, X, W, R, B=None, sequence_lens=None, initial_h=None, initial_c=None, P=None, **attributes):
         initial = [initial_h, initial_c][: 1 + (len(self.defaults) == 3)]
@@ -373,19 +374,22 @@ class Recurrent(OpRun):
         P = np.zeros((directions, 3 * hidden), X.dtype) if P is None else P
         functions = _activations(attributes.get("activations") or self.defaults * directions, attributes)
         clip = attributes.get("clip") or np.inf
-        Y, last = np.zeros((steps, directions, batch, hidden), X.dtype), [np.zeros_like(s) for s in initial]
+        Y, *kept = (np.zeros((steps, directions, batch, n * hidden), X.dtype) for n in (1, *self.kept))
+        last = [np.zeros_like(s) for s in initial]
         for d, n in np.ndindex(directions, batch):
             state = [s[d, n] for s in initial]
             used = functions[d * len(self.defaults) :][: len(self.defaults)]
             gates = [lambda x, f=f: f(np.clip(x, -clip, clip)) for f in used[:2]] + used[2:]
             for t in list(range(lens[n]))[:: -1 if d or attributes.get("direction") == "reverse" else 1]:
-                state = self.step(W[d] @ X[t, n], state, R[d], *np.split(B[d], 2), np.split(P[d], 3), gates, attributes)
+                state, inner = self.step(W[d] @ X[t, n], state, R[d], *np.split(B[d], 2), np.split(P[d], 3), gates, attributes)
                 Y[t, d, n] = state[0]
+                for array, value in zip(kept, inner, strict=False):
+                    array[t, d, n] = value
             for s, value in zip(last, state, strict=True):
                 s[d, n] = value if lens[n] else 0
         if attributes.get("layout"):
             return Y.transpose(2, 0, 1, 3), *(s.swapaxes(0, 1) for s in last)
-        return Y, *last
+        return Y, *last, *kept
 
 
 class LSTM(Recurrent):
@@ -396,8 +400,17 @@ class LSTM(Recurrent):
         i, o, keep, new = np.split(x + R @ h_ + Wb + Rb, 4)
         i = f(i + P[0] * c_)
         keep = 1 - i if attributes.get("input_forget") else f(keep + P[2] * c_)
-        c = keep * c_ + i * g(new)
-        return [f(o + P[1] * c) * h(c), c]
+        new = g(new)
+        c = keep * c_ + i * new
+        o = f(o + P[1] * c)
+        return [o * h(c), c], [c, np.concatenate([i, o, keep, new])]
+
+
+class LSTMTraining(LSTM):
+    """An operator of ONNX Runtime: all cell states, and the gates i, o, f, c."""
+
+    op_domain = "com.microsoft"
+    kept = (1, 4)
 
 
 class GRU(Recurrent):
@@ -408,14 +421,21 @@ class GRU(Recurrent):
         (xz, xr, xn), (Rz, Rr, Rn), (bz, br, bn) = (np.split(v, 3) for v in (x + Wb, R, Rb))
         z, r = f(xz + Rz @ h + bz), f(xr + Rr @ h + br)
         n = g(xn + (r * (Rn @ h + bn) if attributes.get("linear_before_reset") else Rn @ (r * h) + bn))
-        return [(1 - z) * n + z * h]
+        return [(1 - z) * n + z * h], [np.concatenate([z, r, n])]
+
+
+class GRUTraining(GRU):
+    """Likewise: the gates z, r, h."""
+
+    op_domain = "com.microsoft"
+    kept = (3,)
 
 
 class RNN(Recurrent):
     defaults = ("Tanh",)
 
     def step(self, x, state, R, Wb, Rb, P, functions, attributes):
-        return [functions[0](x + R @ state[0] + Wb + Rb)]
+        return [functions[0](x + R @ state[0] + Wb + Rb)], []
 
 
 def _activations(names: Sequence[str], attributes: Mapping[str, Any]) -> list[Callable[[np.ndarray], np.ndarray]]:
@@ -456,7 +476,9 @@ REPLACED: list[type[OpRun]] = [
     MeanVarianceNormalization,
     LRN,
     LSTM,
+    LSTMTraining,
     GRU,
+    GRUTraining,
     RNN,
     Scan,
     ConvTranspose,

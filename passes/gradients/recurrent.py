@@ -1,9 +1,12 @@
 """Recurrent layers: LSTM, GRU, RNN.
 
 The pre-activations of all steps are large products, since the hidden states are known: Y, shifted by one step. Only the
-cell states of an LSTM need a walk forwards, over element-wise operators. Of the way backwards, only what depends on the
-next step lies in a Scan: its body holds the product with R, and element-wise factors that were made for all steps at
-once. The gradients of X, W, R and B follow as large products from those of the pre-activations.
+cell states of an LSTM need a walk forwards, over element-wise operators. Where the target has a kernel that gives the
+gates and cell states of the forward (LSTMTraining, GRUTraining), none of this is computed again.
+
+Of the way backwards, only what depends on the next step lies in a Scan: its body holds the product with R, and
+element-wise factors that were made for all steps at once. The gradients of X, W, R and B follow as large products from
+those of the pre-activations.
 
 Formulas: the chain rule on the equations of the ONNX specification; ⊙ is element-wise, x₋ is x of the step before, and
 f' stands for f' at the pre-activation. What the specification leaves open follows ONNX Runtime: ``clip`` bounds the
@@ -255,6 +258,18 @@ def _samples(gates, states, count, extra):
     )
 
 
+def _training(gates, states, last, kept):
+    """Samples of a training form, which has all its outputs: what it keeps for the gradient is not part of the loss."""
+    weights = {"X": (5, 2, 3), "W": (1, 4 * gates, 3), "R": (1, 4 * gates, 4), "hidden_size": 4}
+    full = {**weights, "B": (1, 8 * gates), **dict.fromkeys(states, (1, 2, 4))}
+    unused = [f"unused_{i}" for i in range(kept)]
+    return (
+        {**full, "_outputs": ["Y", *last, *unused]},
+        {**weights, "_outputs": ["Y", *(f"unused_{name}" for name in last), *unused]},
+        {**full, "X": (1, 2, 3), "_outputs": ["unused_Y", *last, *unused]},
+    )
+
+
 def _double(sample):
     """The same for two directions."""
     return {k: (2, *v[1:]) if isinstance(v, tuple) else v * 2 if isinstance(v, list) else v for k, v in sample.items()}
@@ -331,21 +346,18 @@ def lstm(
             i = f(op, ai)
             return ai, i, af, op.Sub(1, i) if input_forget else f(op, af)
 
-        def cell(op, c, keep, add):
-            return [op.Add(op.Mul(keep, c), add, _like=c)] * 2
-
         def cell_with_peepholes(op, c, ai, af, new, valid=None):
             _, i, _, keep = gates(op, c, ai, af)
             after = op.Add(op.Mul(keep, c), op.Mul(i, new), _like=c)
-            return [after if valid is None else op.Where(valid, after, c, _like=c)] * 2
+            return after if valid is None else op.Where(valid, after, c, _like=c)
 
         if p is None:
             ai, i, af, keep = gates(op, None, ai, af)
             keep = _within(op, keep, lens, 1)
-            walk, walked = cell, [keep, _within(op, op.Mul(i, new), lens)]
+            walk, walked = _cell, [keep, _within(op, op.Mul(i, new), lens)]
         else:
             walk, walked = cell_with_peepholes, [ai, af, new] + ([] if lens is None else [_valid(op, new, lens)])
-        _, (c,) = op.scan(lambda *values: tuple([v] for v in walk(*values)), [starts[1]], walked, reverse)
+        c = _cells(op, walk, starts[1], walked, reverse)
         c_before = _before(op, c, starts[1], reverse, lens)
         if p is not None:
             ai, i, af, keep = gates(op, c_before, ai, af)
@@ -361,25 +373,85 @@ def lstm(
             keep = op.Add(keep, op.Mul(to_i, pi) if input_forget else op.Add(op.Mul(to_i, pi), op.Mul(to_f, pf)))
             keep = _within(op, keep, lens, 1)
         slopes = _within(op, op.Concat(to_i, to_o, to_f, g_back(op, ag, new, i), axis=2), lens)
-
-        def back(op, dh, dc, slopes, to_c, keep):
-            dc = op.Add(dc, op.Mul(dh, to_c), _like=dc)
-            da = op.Mul(op.Concat(dc, dh, dc, dc, axis=1), slopes)
-            return [op.MatMul(da, r, _like=dh), op.Mul(dc, keep, _like=dc)], [da]
-
-        dstates, (da,) = _walk_back(op, back, ends, [slopes, _within(op, to_c, lens), keep], dy, lens, reverse)
-        db = _sum(op, da)
-        dweights = [_over_steps(op, da, x), _over_steps(op, da, h_before), op.Concat(db, db, axis=0), None]
+        factors = [slopes, _within(op, to_c, lens), keep]
+        dx, dweights, dstates, da = _lstm_back(op, x, w, r, h_before, factors, ends, dy, lens, reverse)
         if p is not None:
             di, do, df, _ = _split(op, da, 4, 2)
             parts = [_sum(op, op.Mul(g, c)) for g, c in ((di, c_before), (do, c), (df, c_before))]
-            dweights[3] = op.Concat(*parts, axis=0)
-        return op.MatMul(da, w, _like=x), dweights, dstates
+            return dx, [*dweights, op.Concat(*parts, axis=0)], dstates
+        return dx, [*dweights, None], dstates
 
     dX, (dW, dR, dB, dP), (dh, dc) = _directions(
         op, one, direction, layout, X, [W, R, B, P], [initial_h, initial_c], sequence_lens, Y, dY, [dY_h, dY_c]
     )
     return dX, dW, dR, dB, dh, dc, dP
+
+
+def _cell(op, c, keep, add):
+    return op.Add(op.Mul(keep, c), add, _like=c)
+
+
+def _cells(op, cell, first, walked, reverse):
+    """The states after each step, by ``cell(op, c, *walked)``."""
+    return op.scan(lambda op, *values: ([new := cell(op, *values)], [new]), [first], walked, reverse)[1][0]
+
+
+def lstm_gates(op, X, W, R, B, initial_h, initial_c, Y):
+    """What LSTMTraining gives beside an LSTM's outputs: C and i, o, f, g of every step, [steps, 1, batch, n·hidden]."""
+    (w, r, b), y, h, c = _only_direction(op, [W, R, B], Y, initial_h, initial_c)
+    pre = _pre_activations(op, X, w, _summed(op, b), _before(op, y, h, False, None), r, None)
+    ai, ao, af, ag = _split(op, pre, 4, 2)
+    i, o, f, g = op.Sigmoid(ai), op.Sigmoid(ao), op.Sigmoid(af), op.Tanh(ag)
+    cells = _cells(op, _cell, c, [f, op.Mul(i, g)], False)
+    return op.Unsqueeze(cells, [1]), op.Unsqueeze(op.Concat(i, o, f, g, axis=2), [1])
+
+
+def _only_direction(op, weights, Y, *initial):
+    """Weights, hidden states and initial states without the axis of directions; zeros for those that are left out."""
+    y = op.Squeeze(Y, [1])
+    zeros = op.zeros(op.vector(op.dim(y, 1), op.dim(y, 2)), like=y)
+    weights = [None if w is None else op.Squeeze(w, [0]) for w in weights]
+    return weights, y, *(zeros if s is None else op.Squeeze(s, [0]) for s in initial)
+
+
+def _lstm_back(op, x, w, r, h_before, factors, ends, dy, lens, reverse):
+    """Gradients of x, the weights and the initial states, and da, from the factors of da, of dC by dH, and of dC₋ by dC."""
+
+    def back(op, dh, dc, slopes, to_c, keep):
+        dc = op.Add(dc, op.Mul(dh, to_c), _like=dc)
+        da = op.Mul(op.Concat(dc, dh, dc, dc, axis=1), slopes)
+        return [op.MatMul(da, r, _like=dh), op.Mul(dc, keep, _like=dc)], [da]
+
+    dstates, (da,) = _walk_back(op, back, ends, factors, dy, lens, reverse)
+    db = _sum(op, da)
+    dweights = [_over_steps(op, da, x), _over_steps(op, da, h_before), op.Concat(db, db, axis=0)]
+    return op.MatMul(da, w, _like=x), dweights, dstates, da
+
+
+@gradient(
+    "com.microsoft::LSTMTraining",
+    wrt="X W R B initial_h initial_c",
+    inputs="X W R B sequence_lens initial_h initial_c P",
+    outputs="Y Y_h Y_c all_cells gates",
+    samples=_training(4, ("initial_h", "initial_c"), ("last", "cell"), 2),
+)
+def lstm_training(op, X, W, R, B, initial_h, initial_c, Y, all_cells, gates, dY, dY_h, dY_c, *, hidden_size=None):
+    """As of an LSTM with its usual activations; the kernel gives C and i, o, f, g of every step"""
+    c, gates = (op.Squeeze(v, [1]) for v in (all_cells, gates))
+
+    def one(d, reverse, x, weights, starts, lens, y, dy, ends):
+        w, r, _ = weights
+        h_before, c_before = (_before(op, v, first, reverse, lens) for v, first in zip((y, c), starts, strict=True))
+        i, o, f, g = _split(op, gates, 4, 2)
+        out = op.Tanh(c)
+        to_a = sigmoid(op, i, g), sigmoid(op, o, out), sigmoid(op, f, c_before), tanh(op, g, i)
+        factors = [op.Concat(*to_a, axis=2), tanh(op, out, o), f]
+        return _lstm_back(op, x, w, r, h_before, factors, ends, dy, lens, reverse)[:3]
+
+    dX, (dW, dR, dB), (dh, dc) = _directions(
+        op, one, "forward", 0, X, [W, R, B], [initial_h, initial_c], None, Y, dY, [dY_h, dY_c]
+    )
+    return dX, dW, dR, dB, dh, dc
 
 
 # ---- GRU -------------------------------------------------------------------------------------------------------------
@@ -445,17 +517,7 @@ def gru(
         to_n = _within(op, g_back(op, an, n, op.Sub(1, z)), lens)
         to_r = f_back(op, ar, reset, op.Mul(to_n, u))
         to_z = f_back(op, az, z, op.Sub(h_before, n))
-        slopes = _within(op, op.Concat(to_z, to_r, op.Mul(to_n, reset), axis=2), lens)
-
-        def back(op, dh, slopes, z):
-            da = op.Mul(op.Concat(dh, dh, dh, axis=1), slopes)
-            return [op.Add(op.MatMul(da, r), op.Mul(dh, z), _like=dh)], [da, dh]
-
-        dstates, (da_r, dh) = _walk_back(op, back, ends, [slopes, z], dy, lens, reverse)
-        dz, dr, _ = _split(op, da_r, 3, 2)
-        da = op.Concat(dz, dr, op.Mul(dh, to_n), axis=2)
-        dR = _over_steps(op, da_r, h_before)
-        return op.MatMul(da, w, _like=x), [_over_steps(op, da, x), dR, op.Concat(_sum(op, da), _sum(op, da_r), axis=0)], dstates
+        return _back_linear_before(op, x, w, r, h_before, z, reset, to_z, to_r, to_n, ends, dy, lens, reverse)
 
     def linear_after(x, xz, xr, xn, h_before, w, r, rb, f, f_back, g, g_back, dy, lens, ends, reverse):
         rz, rr, rn = _split(op, r, 3, 0)
@@ -463,28 +525,94 @@ def gru(
         az = op.Add(xz, _pre_activations(op, h_before, rz, bz))
         ar = op.Add(xr, _pre_activations(op, h_before, rr, br))
         z, reset = f(op, az), f(op, ar)
-        q = op.Mul(reset, h_before)
-        an = op.Add(xn, _pre_activations(op, q, rn, bn))
+        an = op.Add(xn, _pre_activations(op, op.Mul(reset, h_before), rn, bn))
         n = g(op, an)
         to_n = _within(op, g_back(op, an, n, op.Sub(1, z)), lens)
         to_r = _within(op, f_back(op, ar, reset, h_before), lens)
         to_z = _within(op, f_back(op, az, z, op.Sub(h_before, n)), lens)
-        r_gates = op.Concat(rz, rr, axis=0)
-
-        def back(op, dh, to_z, to_r, to_n, z, reset):
-            dn = op.Mul(dh, to_n)
-            dq = op.MatMul(dn, rn)
-            dgates = op.Concat(op.Mul(dh, to_z), op.Mul(dq, to_r), axis=1)
-            around = op.Add(op.Mul(dh, z), op.Mul(dq, reset))
-            return [op.Add(op.MatMul(dgates, r_gates), around, _like=dh)], [dgates, dn]
-
-        dstates, (dgates, dn) = _walk_back(op, back, ends, [to_z, to_r, to_n, z, reset], dy, lens, reverse)
-        da = op.Concat(dgates, dn, axis=2)
-        dR = op.Concat(_over_steps(op, dgates, h_before), _over_steps(op, dn, q), axis=0)
-        db = _sum(op, da)
-        return op.MatMul(da, w, _like=x), [_over_steps(op, da, x), dR, op.Concat(db, db, axis=0)], dstates
+        return _back_linear_after(op, x, w, r, h_before, z, reset, to_z, to_r, to_n, ends, dy, lens, reverse)
 
     dX, (dW, dR, dB), (dh,) = _directions(op, one, direction, layout, X, [W, R, B], [initial_h], sequence_lens, Y, dY, [dY_h])
+    return dX, dW, dR, dB, dh
+
+
+def gru_gates(op, X, W, R, B, initial_h, Y, linear_before_reset):
+    """What GRUTraining gives beside a GRU's outputs: z, r and n of every step, [steps, 1, batch, 3·hidden]."""
+    (w, r, b), y, h = _only_direction(op, [W, R, B], Y, initial_h)
+    h_before = _before(op, y, h, False, None)
+    wb, rb = _split(op, b, 2, 0)
+    xz, xr, xn = _split(op, _pre_activations(op, X, w, wb), 3, 2)
+    hz, hr, u = _split(op, _pre_activations(op, h_before, r, rb), 3, 2)
+    z, reset = op.Sigmoid(op.Add(xz, hz)), op.Sigmoid(op.Add(xr, hr))
+    if linear_before_reset:
+        n = op.Mul(reset, u)
+    else:
+        n = _pre_activations(op, op.Mul(reset, h_before), _split(op, r, 3, 0)[2], _split(op, rb, 3, 0)[2])
+    return op.Unsqueeze(op.Concat(z, reset, op.Tanh(op.Add(xn, n)), axis=2), [1])
+
+
+def _back_linear_before(op, x, w, r, h_before, z, reset, to_z, to_r, to_n, ends, dy, lens, reverse):
+    """Gradients of x, the weights and the initial state, from the factors of da_z, da_r and da_n by dH."""
+    slopes = _within(op, op.Concat(to_z, to_r, op.Mul(to_n, reset), axis=2), lens)
+
+    def back(op, dh, slopes, z):
+        da = op.Mul(op.Concat(dh, dh, dh, axis=1), slopes)
+        return [op.Add(op.MatMul(da, r), op.Mul(dh, z), _like=dh)], [da, dh]
+
+    dstates, (da_r, dh) = _walk_back(op, back, ends, [slopes, z], dy, lens, reverse)
+    dz, dr, _ = _split(op, da_r, 3, 2)
+    da = op.Concat(dz, dr, op.Mul(dh, to_n), axis=2)
+    dR = _over_steps(op, da_r, h_before)
+    return op.MatMul(da, w, _like=x), [_over_steps(op, da, x), dR, op.Concat(_sum(op, da), _sum(op, da_r), axis=0)], dstates
+
+
+def _back_linear_after(op, x, w, r, h_before, z, reset, to_z, to_r, to_n, ends, dy, lens, reverse):
+    """Likewise, from the factors of da_z and da_n by dH, and of da_r by dq."""
+    rz, rr, rn = _split(op, r, 3, 0)
+    r_gates = op.Concat(rz, rr, axis=0)
+
+    def back(op, dh, to_z, to_r, to_n, z, reset):
+        dn = op.Mul(dh, to_n)
+        dq = op.MatMul(dn, rn)
+        dgates = op.Concat(op.Mul(dh, to_z), op.Mul(dq, to_r), axis=1)
+        around = op.Add(op.Mul(dh, z), op.Mul(dq, reset))
+        return [op.Add(op.MatMul(dgates, r_gates), around, _like=dh)], [dgates, dn]
+
+    dstates, (dgates, dn) = _walk_back(op, back, ends, [to_z, to_r, to_n, z, reset], dy, lens, reverse)
+    da = op.Concat(dgates, dn, axis=2)
+    dR = op.Concat(_over_steps(op, dgates, h_before), _over_steps(op, dn, op.Mul(reset, h_before)), axis=0)
+    db = _sum(op, da)
+    return op.MatMul(da, w, _like=x), [_over_steps(op, da, x), dR, op.Concat(db, db, axis=0)], dstates
+
+
+@gradient(
+    "com.microsoft::GRUTraining",
+    wrt="X W R B initial_h",
+    inputs="X W R B sequence_lens initial_h",
+    outputs="Y Y_h gates",
+    samples=(
+        *_training(3, ("initial_h",), ("last",), 1),
+        *({**sample, "linear_before_reset": 1} for sample in _training(3, ("initial_h",), ("last",), 1)),
+    ),
+)
+def gru_training(op, X, W, R, B, initial_h, Y, gates, dY, dY_h, *, linear_before_reset=0, hidden_size=None):
+    """As of a GRU with its usual activations; the kernel gives z, r and n of every step"""
+    gates = op.Squeeze(gates, [1])
+
+    def one(d, reverse, x, weights, starts, lens, y, dy, ends):
+        w, r, b = weights
+        h_before = _before(op, y, starts[0], reverse, lens)
+        z, reset, n = _split(op, gates, 3, 2)
+        to_n, to_z = tanh(op, n, op.Sub(1, z)), sigmoid(op, z, op.Sub(h_before, n))
+        if linear_before_reset:
+            rn, (_, rb) = _split(op, r, 3, 0)[2], _split(op, b, 2, 0)
+            u = _pre_activations(op, h_before, rn, _split(op, rb, 3, 0)[2])
+            back, to_r = _back_linear_before, sigmoid(op, reset, op.Mul(to_n, u))
+        else:
+            back, to_r = _back_linear_after, sigmoid(op, reset, h_before)
+        return back(op, x, w, r, h_before, z, reset, to_z, to_r, to_n, ends, dy, lens, reverse)
+
+    dX, (dW, dR, dB), (dh,) = _directions(op, one, "forward", 0, X, [W, R, B], [initial_h], None, Y, dY, [dY_h])
     return dX, dW, dR, dB, dh
 
 
