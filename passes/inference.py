@@ -53,6 +53,24 @@ def infer_shapes(model: ir.Model) -> ir.Model:
     return model
 
 
+def infer_missing(model: ir.Model) -> ir.Model:
+    """As :func:`infer_shapes`, where that has been done before and nodes were added since: what is known stays."""
+    if any(_unknown(v) for node in model.graph for v in node.outputs):
+        inference = ShapeInference(model.graph)
+        for node in model.graph:
+            if any(_unknown(v) or v.dtype in _SIZES for v in node.outputs):
+                inference.visit(node)
+    return model
+
+
+_SIZES = frozenset({ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL})  # of tensors that may hold sizes
+
+
+def _unknown(value: ir.Value) -> bool:
+    shape = value.shape
+    return shape is not None and None in dims(value)  # type: ignore[operator]
+
+
 class ShapeInference:
     """Infers one node after the other, in topological order, with what is known of the integers in the graph."""
 
@@ -96,7 +114,7 @@ class ShapeInference:
         """What is known of an integer tensor: an object array of numbers, names and None; or None if nothing is."""
         if value is None:
             return None
-        if value not in self._known and value.dtype in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL):
+        if value not in self._known and value.dtype in _SIZES:
             array = constant(value)
             if array is not None:
                 return array.astype(object)

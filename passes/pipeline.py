@@ -13,9 +13,10 @@ from ortc.autodiff import build_gradients, depending_on, loss_seed
 from ortc.compiler import Compilation, Pass, of, role, set_role, set_stages, stages_of
 from ortc.graph.builder import Builder, UnknownRank
 from ortc.graph.names import all_graphs, take_place
-from ortc.graph.shapes import dims, is_float
+from ortc.graph.shapes import is_float
 from ortc.graph.unused import hold_outputs, released_outputs, remove_unused
-from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
+from ortc.passes.inference import infer_missing, infer_shapes
+from ortc.passes.normalise import convert_opset, fold, prepare
 from ortc.passes.precision import widen_missing
 from ortc.passes.sequences import resolve_sequences
 from ortc.passes.sharing import tie_copies, unmerge
@@ -71,7 +72,21 @@ class Simplify(Pass):
     after = ("choose-parameters",)
 
     def run(self, c: Compilation) -> None:
-        c.model = infer_shapes(fold(resolve_sequences(respell(infer_shapes(fold(c.model))))))
+        simplify(c.model)
+
+
+def simplify(model: ir.Model) -> ir.Model:
+    """What :class:`Simplify` does, in place: folded, in the usual forms and without sequences, with all types and shapes."""
+    given = _nodes(model)
+    fold(model)
+    if _nodes(model) != given:  # otherwise folding has inferred everything
+        infer_shapes(model)
+    resolve_sequences(respell(model))
+    return model if _nodes(model) == given else infer_shapes(fold(model))
+
+
+def _nodes(model: ir.Model) -> list[ir.Node]:
+    return [node for graph in all_graphs(model.graph) for node in graph]
 
 
 @dataclass(frozen=True)
@@ -261,8 +276,7 @@ class CleanUp(Pass):
             merge_equal(model)
             remove_unused(model)
             drop_unused_inputs(model.graph)
-            if any(None in (dims(v) or ()) for node in model.graph for v in node.outputs):
-                infer_shapes(model)  # once, by name; whoever asks for sizes would do so again and again
+            infer_missing(model)  # once, by name; whoever asks for sizes would do so again and again
 
 
 def merge_equal(model: ir.Model) -> None:

@@ -31,12 +31,11 @@ from ortc.autodiff import build_gradients, reached
 from ortc.errors import ModelError
 from ortc.graph.builder import Builder
 from ortc.graph.shapes import is_float
-from ortc.passes.normalise import convert_opset, fold, infer_shapes, prepare
-from ortc.passes.pipeline import keeps, lower
+from ortc.passes.inference import infer_shapes
+from ortc.passes.normalise import convert_opset, prepare
+from ortc.passes.pipeline import keeps, lower, simplify
 from ortc.passes.randomness import RANDOM
 from ortc.passes.reference import evaluator, retyped, widened
-from ortc.passes.sequences import resolve_sequences
-from ortc.passes.spellings import respell
 from ortc.rules import GRADIENTS, OUT_OF_REACH, load_declarations, node_key
 from ortc.target import Target, load_target
 
@@ -255,8 +254,7 @@ def with_constants(model: onnx.ModelProto, arrays: Arrays, wanted: list[str]) ->
 
 def normalised(model: onnx.ModelProto) -> ir.Model:
     """The model as gradients are built on it."""
-    made = infer_shapes(convert_opset(prepare(ir.from_proto(model)), OPSET))
-    made = infer_shapes(fold(resolve_sequences(respell(infer_shapes(fold(made))))))
+    made = simplify(infer_shapes(convert_opset(prepare(ir.from_proto(model)), OPSET)))
     made.ir_version = 10
     lower(made.graph, lambda n: node_key(n) not in GRADIENTS)
     return made

@@ -46,7 +46,7 @@ def captured(node: ir.Node) -> list[ir.Value]:
 
 def bodies_of(node: ir.Node) -> list[ir.Graph]:
     """The graphs nested right in a node."""
-    own = node.attributes
+    own = node.attributes.data  # the plain dict: every walk of a graph asks this of every node
     if not own or _GRAPHS.isdisjoint([a.type for a in own.values()]):
         return []
     bodies: list[ir.Graph] = []

@@ -91,6 +91,8 @@ class NodeInference:
         Raises:
             onnx.shape_inference.InferenceError: if the inputs do not fit the operator.
         """
+        if not _known_to_onnx(node.op_type, node.domain):
+            return
         key = (
             node.domain,
             node.op_type,
@@ -119,7 +121,7 @@ class NodeInference:
         return value.dtype, dims(value), None if array is None else array.tobytes()
 
     def _infer(self, node: ir.Node) -> list[tuple[ir.DataType | None, Dims | None]]:
-        if not onnx.defs.has(node.op_type, node.domain) or any(v is not None and v.type is None for v in node.inputs):
+        if any(v is not None and v.type is None for v in node.inputs):
             return [(None, None)] * len(node.outputs)
         schema = onnx.defs.get_schema(node.op_type, self._opset, node.domain)
         types, data = {}, {}
@@ -134,6 +136,11 @@ class NodeInference:
             schema, ir.serde.serialize_node(node), types, data, opset_imports=self._imports, ir_version=10
         )
         return [_from_proto(inferred.get(v.name or "")) for v in node.outputs]
+
+
+@cache
+def _known_to_onnx(op_type: str, domain: str) -> bool:
+    return bool(onnx.defs.has(op_type, domain))
 
 
 @cache
